@@ -18,20 +18,20 @@ from .config import ACTIVATIONS, DecoderConfig
 from .rope_scaling import make_rope
 
 MLP_TOKENS = 2048
-"""How many tokens go through the MLP at once: what is wider than the residual stream is temporary
-memory, and a prompt of 100,000 tokens would take gigabytes of it in every layer."""
+"""Number of tokens that go through the MLP at once. The MLP is wider than the residual stream, so a
+prompt of 100,000 tokens at once would take gigabytes of temporary memory in every layer."""
 
 
 class RMSNorm(nnx.Module):
     """Scales `x [..., C]` to a root mean square of one, then by a learned weight per channel.
 
-    The mean square is float32. As in the code that the models were trained with, the result is
-    rounded to the dtype of `x` before the weight, or after it.
+    The mean square is float32. As in the models' training code, the result is rounded to the dtype
+    of `x` before it is multiplied by the weight, or after it.
 
     Args:
-      config: of the decoder, whose `norm_eps`, `norm_plus_one` and `norm_in_float32` are taken.
+      config: the decoder's configuration: `norm_eps`, `norm_plus_one` and `norm_in_float32` apply.
       size: C.
-      dtype: of the weight.
+      dtype: dtype of the weight.
     """
 
     def __init__(self, config: DecoderConfig, size: int, dtype: DTypeLike) -> None:
@@ -42,7 +42,7 @@ class RMSNorm(nnx.Module):
         self.in_float32 = config.norm_in_float32 or config.norm_plus_one
 
     def __call__(self, x: Float[Array, "*N C"]) -> Float[Array, "*N C"]:
-        """The normalised `x`, in its dtype."""
+        """Returns the normalised `x`, in its dtype."""
         wide = x.astype(jnp.float32)
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         scale = jnp.expand_dims(self.scale[...], range(x.ndim - 1))
@@ -56,10 +56,10 @@ class Attention(nnx.Module):
     """Projections around `kvjax.attend`.
 
     Args:
-      config: of the decoder.
+      config: configuration of the decoder.
       index: the layer's number. Layers with equal settings are equal as graphs, so that they share
         compiled code; the number itself is not kept.
-      dtype: of the weights.
+      dtype: dtype of the weights.
       rngs: source of the random initial weights.
     """
 
@@ -98,7 +98,7 @@ class Attention(nnx.Module):
         last: bool = True,
         predicted_query: Float[Array, "B Q T D"] | None = None,
     ) -> tuple[Float[Array, "B T C"], Cache]:
-        """What attention adds to the residual stream, and the cache with the new tokens."""
+        """Returns what attention adds to the residual stream, and the cache with new tokens."""
         q, k, v = self.project(x)
         out, cache = kvjax.attend(
             layer,
@@ -118,9 +118,10 @@ class Attention(nnx.Module):
         return self.merge(out.astype(x.dtype)), cache
 
     def _rope(self, layer: kvjax.KVTransform, cache: Cache) -> kvjax.Rope | None:
-        """What rotates queries and keys; where nothing does, methods still get a rope if they ask.
+        """Returns the rope of queries and keys; None if the layer needs none.
 
-        Methods that keep keys unrotated need one: that of a layer without positions turns by 0.
+        Methods that keep keys unrotated need a rope even in a layer without positions: it rotates
+        by an angle of 0.
         """
         if self.settings.rope is not None:
             return make_rope(self.settings.rope, layer_caches(cache)[0].max_length)
@@ -130,16 +131,16 @@ class Attention(nnx.Module):
     def project(
         self, x: Float[Array, "B T C"]
     ) -> tuple[Float[Array, "B Q T D"], Float[Array, "B H T D"], Float[Array, "B H T D"]]:
-        """Queries, keys and values of `x`, not rotated."""
+        """Returns queries, keys and values of `x`, not rotated."""
         k = self._normed_heads(self.k_proj(x), "k_norm")
         return self.queries(x), k, self._heads(self.v_proj(x))
 
     def queries(self, x: Float[Array, "B T C"]) -> Float[Array, "B Q T D"]:
-        """Queries of `x` alone, not rotated."""
+        """Returns the queries of `x` alone, not rotated."""
         return self._normed_heads(self.q_proj(x), "q_norm")
 
     def _normed_heads(self, projected: Float[Array, "B T N"], norm: str) -> Float[Array, "B N T D"]:
-        """The heads, normalised together, each alone, or not at all."""
+        """Splits heads and normalises them together, each alone, or not at all."""
         if self.qk_norm == "width":
             projected = getattr(self, norm)(projected)
         heads = self._heads(projected)
@@ -150,7 +151,7 @@ class Attention(nnx.Module):
         return split.transpose(0, 2, 1, 3)
 
     def merge(self, out: Float[Array, "B Q T D"]) -> Float[Array, "B T C"]:
-        """The heads' outputs, side by side and projected to the residual stream."""
+        """Joins the heads' outputs and projects them to the residual stream."""
         batch, _, tokens, _ = out.shape
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(batch, tokens, -1))
 
@@ -169,7 +170,7 @@ class MLP(nnx.Module):
         self.down_proj = linear(config.intermediate_size, config.hidden_size)
 
     def __call__(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
-        """What the MLP adds to the residual stream."""
+        """Returns what the MLP adds to the residual stream."""
         if x.shape[1] <= MLP_TOKENS:
             return self._added(x)
         by_token = jax.lax.map(self._added, x.swapaxes(0, 1), batch_size=MLP_TOKENS)
@@ -183,14 +184,14 @@ class MLP(nnx.Module):
 class DecoderLayer(nnx.Module):
     """One layer: attention and MLP, each added to the residual stream.
 
-    Norms stand before the two (`attention_norm`, `mlp_norm`), after them and before they are added
-    (`attention_post_norm`, `mlp_post_norm`), or in both places, as `config.norms` says. The layer
-    has those norms alone.
+    `config.norms` says where the norms are: before attention and MLP (`attention_norm`,
+    `mlp_norm`), after them and before the sum (`attention_post_norm`, `mlp_post_norm`), or in both
+    places. The layer has no other norms.
 
     Args:
-      config: of the decoder.
+      config: configuration of the decoder.
       index: the layer's number.
-      dtype: of the weights.
+      dtype: dtype of the weights.
       rngs: source of the random initial weights.
     """
 
@@ -210,10 +211,13 @@ class DecoderLayer(nnx.Module):
             self.mlp_post_norm = RMSNorm(config, config.hidden_size, dtype)
 
     def __call__(
-        self, x: Float[Array, "B T C"], positions: Int[Array, "B T"], cache: Cache, **how: Any
+        self, x: Float[Array, "B T C"], positions: Int[Array, "B T"], cache: Cache, **options: Any
     ) -> tuple[Float[Array, "B T C"], Cache]:
-        """The residual stream after the layer, and its cache; `how` goes to `Attention`."""
-        attended, cache = self.attention(self.attention_input(x), positions, cache, **how)
+        """Returns the residual stream after the layer, and its cache.
+
+        `options` are keyword arguments of `Attention`.
+        """
+        attended, cache = self.attention(self.attention_input(x), positions, cache, **options)
         if self.norms != "before":
             attended = self.attention_post_norm(attended)
         x = x + attended
@@ -223,24 +227,26 @@ class DecoderLayer(nnx.Module):
         return x + added, cache
 
     def attention_input(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
-        """What attention sees of the residual stream `x`."""
+        """Returns the input of attention for the residual stream `x`."""
         return x if self.norms == "after" else self.attention_norm(x)
 
     def predict_queries(
         self, below: DecoderLayer, x: Float[Array, "B T C"]
     ) -> Float[Array, "B Q T D"]:
-        """This layer's queries for the input of the attention of the layer `below`, not rotated.
+        """Predicts this layer's queries from the attention input of the layer below, not rotated.
+
+        The residual stream changes little from layer to layer. So these queries are close to the
+        layer's own, and they are known a layer earlier.
 
         Args:
           below: the layer before this one.
-          x: the residual stream as it entered that layer. It changes little from layer to layer, so
-            these queries are close to the layer's own, and they are known a layer earlier.
+          x: the residual stream as it entered that layer.
         """
         return self.attention.queries(below.attention_input(x))
 
 
 def soft_capped(logits: Float[Array, "*N"], cap: float | None) -> Float[Array, "*N"]:
-    """`cap · tanh(logits / cap)`; None: the logits as they are.
+    """Returns `cap · tanh(logits / cap)`; the logits unchanged if `cap` is None.
 
     Example:
       >>> import jax.numpy as jnp
@@ -252,5 +258,5 @@ def soft_capped(logits: Float[Array, "*N"], cap: float | None) -> Float[Array, "
 
 
 def wants_prediction(layer: kvjax.KVTransform) -> bool:
-    """Whether a layer's transform, or that of any of its head groups, uses predicted queries."""
+    """Returns whether a layer's transform, or one of its head groups', uses predicted queries."""
     return any(transform.needs.predicted_query for transform in by_head_groups(layer))

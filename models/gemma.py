@@ -1,10 +1,10 @@
-"""Gemma 2 and the text models of Gemma 3: how they differ from Llama.
+"""Gemma 2 and the text models of Gemma 3, with their differences from Llama.
 
-- Both: embeddings are multiplied by the root of their width. Norms stand before and after attention
+- Both: embeddings are multiplied by the root of their width. Norms are before and after attention
   and MLP, and multiply by `1 + w`. The MLP has GELU. Attention logits are multiplied by
   `query_pre_attn_scalar ** -0.5`. Embeddings are tied.
 - `gemma2`: attention logits and logits have soft caps; every other layer has a window.
-- `gemma3_text`: queries and keys are normalised head by head; five of six layers have a window, and
+- `gemma3_text`: queries and keys are normalised head by head; five of six layers have a window and
   a theta of their own.
 """
 
@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from .config import DecoderConfig
-from .reading import (
+from .hf_config import (
     read_decoder,
     read_flag,
     read_number,
@@ -39,7 +39,7 @@ GEMMA3_NAMES = TensorNames(norms={**GEMMA2_NAMES.norms, **QK_NORMS})
 
 
 def gemma2_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """A `Gemma2ForCausalLM` configuration, from the content of its `config.json`."""
+    """Reads a `Gemma2ForCausalLM` configuration from the content of its `config.json`."""
     return _config(
         raw,
         max_positions=8192,
@@ -50,7 +50,7 @@ def gemma2_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def gemma3_text_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """A `Gemma3ForCausalLM` configuration, from the content of its `config.json`."""
+    """Reads a `Gemma3ForCausalLM` configuration from the content of its `config.json`."""
     refuse(raw, {"attn_logit_softcapping": None})
     period = read_size(raw, "sliding_window_pattern", 6)
     local_theta = ("rope_local_base_freq", 10_000.0)

@@ -1,9 +1,9 @@
-"""Architectures of GGUF files: the `config.json` that their metadata stands for, and their tensors.
+"""Architectures of GGUF files: their metadata as a `config.json`, and their tensors.
 
-Metadata become the content of a Hugging Face `config.json`, which the family's own reader then
-checks as it does that of a folder. Two kinds of tensors are stored otherwise than Hugging Face has
-them: where rotated pairs are neighbours (Llama, SmolLM3), the rows of queries and keys are in
-another order; norms of Gemma are stored with the 1 that they add.
+Metadata become the content of a Hugging Face `config.json`, which the family's reader then checks
+as it checks that of a folder. Two kinds of tensors are stored differently than by Hugging Face.
+Where rotated pairs are neighbours (Llama, SmolLM3), the rows of queries and keys are in another
+order. Norms of Gemma are stored with the 1 that they add.
 """
 
 from __future__ import annotations
@@ -23,28 +23,27 @@ from .families import FAMILIES, Family, what_is_missing
 from .gguf_header import GgufHeader
 from .gguf_special_tokens import end_tokens
 from .gguf_tensors import read_gguf_tensors
-from .reading import FULL, SLIDING
+from .hf_config import FULL, SLIDING
 from .rope_scaling import make_rope, yarn_magnitude
 from .tensor_names import FUSED_GATE_UP, FUSED_QKV, TensorNames
 
 _FREQS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 _ROPE_TENSORS = (_FREQS, _LONG, _SHORT)
 _HARMLESS = ("rope.scaling.finetuned", "tensor_data_layout", "pooling_type")
-_AS_MODEL_TYPES = {"mistral3": "ministral3"}  # names that Hugging Face has for something else
+_AS_MODEL_TYPES = {"mistral3": "ministral3"}  # names that Hugging Face uses for something else
 _PARTLY_ROTATED = ("phi3", "chatglm", "glm4")
 
 
 class Architecture(NamedTuple):
-    """How the GGUF files of one `general.architecture` are read.
+    """Reader of the GGUF files of one `general.architecture`.
 
     Attributes:
-      model_type: the Hugging Face name of most of its models.
-      names: how its files name their tensors.
-      biases: options of `config.json` → tensors of which the first layer has one where the option
-        is true.
-      options: further options of `config.json`, from its metadata.
-      change: name, stored tensor and configuration → the tensor as Hugging Face has it, where that
-        is another.
+      model_type: Hugging Face name of most of its models.
+      names: names of tensors in its files.
+      biases: options of `config.json` → tensors; an option is true if the first layer has one.
+      options: further options of `config.json`, from the metadata.
+      change: name, stored tensor and configuration → the tensor in the form of Hugging Face; None:
+        the form is the same.
     """
 
     model_type: str
@@ -55,10 +54,10 @@ class Architecture(NamedTuple):
 
 
 class Metadata:
-    """The metadata of one architecture, looked up by their names behind its own.
+    """Metadata of an architecture, looked up by names without the architecture's prefix.
 
     Args:
-      header: of the file.
+      header: header of the file.
     """
 
     def __init__(self, header: GgufHeader) -> None:
@@ -67,42 +66,42 @@ class Metadata:
         self._used: set[str] = set()
 
     def error(self, message: str) -> ValueError:
-        """The error, with the file's name before the message."""
+        """Returns a ValueError with the file's name before the message."""
         return ValueError(f"{self.header.path}: {message}")
 
     def get(self, name: str) -> Any:
-        """The value of this name, else llama.cpp's default; None where it has none."""
+        """Returns the value of this name, else llama.cpp's default; None without one."""
         key = f"{self.architecture}.{name}"
         self._used.add(key)
-        given = self.header.metadata.get(key)
-        if given is not None:
-            return given
+        value = self.header.metadata.get(key)
+        if value is not None:
+            return value
         default = (DEFAULTS | OWN_DEFAULTS.get(self.architecture, {})).get(name)
         return default(self) if callable(default) else default
 
-    def number(self, name: str, *, whole: bool = False, positive: bool = False) -> Any:
-        """A number from 0, or a list of equal ones, as some files have for their layers.
+    def number(self, name: str, *, integer: bool = False, positive: bool = False) -> Any:
+        """Returns a number from 0 on. It may be a list of equal ones, one for each layer.
 
         Raises:
-          ValueError: it is something else, or is missing and has no default.
+          ValueError: the value is something else, or is missing and has no default.
         """
         value, key = self.get(name), f"{self.architecture}.{name}"
-        if isinstance(value, list) and value and all(each == value[0] for each in value):
+        if isinstance(value, list) and value and all(item == value[0] for item in value):
             value = value[0]
-        if not isinstance(value, int if whole else int | float) or isinstance(value, bool):
+        if not isinstance(value, int if integer else int | float) or isinstance(value, bool):
             shown = "it is missing" if value is None else f"got {brief(value)}"
-            raise self.error(f"{key} must be {'an integer' if whole else 'a number'}, {shown}")
+            raise self.error(f"{key} must be {'an integer' if integer else 'a number'}, {shown}")
         if value < 0 or (positive and not value) or not is_finite(value):
             least = "above" if positive else "of at least"
             raise self.error(f"{key} must be a finite number {least} 0, got {value}")
         return value
 
     def size(self, name: str) -> int:
-        """An integer."""
-        return self.number(name, whole=True)
+        """Returns an integer from 0 on."""
+        return self.number(name, integer=True)
 
     def width_of_heads(self) -> int:
-        """The width of the model divided by the number of query heads."""
+        """Returns the width of the model divided by the number of query heads."""
         hidden, heads = self.size("embedding_length"), self.size("attention.head_count")
         if heads < 1 or hidden % heads:
             raise self.error(
@@ -112,14 +111,14 @@ class Metadata:
         return hidden // heads
 
     def rows_of_table(self) -> int:
-        """The number of tokens, by the rows of the embedding table."""
+        """Returns the vocabulary size: the rows of the embedding table."""
         table = self.header.tensors.get("token_embd.weight")
         if table is None:
             raise self.error("tensor token_embd.weight is missing")
         return table.shape[0]
 
     def layers(self) -> int:
-        """The number of layers, which lists of settings are made for."""
+        """Returns the number of layers, limited since settings are made for each of them."""
         layers = self.size("block_count")
         if not 1 <= layers <= MOST_LAYERS:
             raise self.error(
@@ -128,16 +127,16 @@ class Metadata:
         return layers
 
     def has(self, name: str) -> bool:
-        """Whether the first layer has a tensor of this name."""
+        """Returns whether the first layer has a tensor of this name."""
         return f"blk.0.{name}" in self.header.tensors
 
     def check_all_used(self) -> None:
-        """Raises ValueError where the file says something about its model that nobody asked for."""
+        """Raises ValueError if the file has an entry about its model that was never read."""
         for key, value in self.header.metadata.items():
             name = key.removeprefix(f"{self.architecture}.")
             if name == key or key in self._used or name in _HARMLESS:
                 continue
-            full = name.removesuffix("_swa")  # the same of layers with a window
+            full = name.removesuffix("_swa")  # the name without the mark of layers with a window
             if full != name and full in DEFAULTS and self.get(full) == value:
                 continue
             if name in ONLY and ONLY[name] == value:
@@ -155,7 +154,7 @@ DEFAULTS: dict[str, Any] = {
     "rope.dimension_count": lambda file: file.get("attention.key_length"),
     "rope.freq_base": 10_000.0,
     "rope.scaling.type": "linear",
-    "rope.scaling.factor": lambda file: file.get("rope.scale_linear"),  # its name before
+    "rope.scaling.factor": lambda file: file.get("rope.scale_linear"),  # its former name
     "rope.scale_linear": 0.0,  # not stretched
     "rope.scaling.original_context_length": lambda file: file.get("context_length"),
     "rope.scaling.attn_factor": 1.0,
@@ -165,10 +164,10 @@ DEFAULTS: dict[str, Any] = {
     "rope.scaling.yarn_beta_fast": 32.0,
     "rope.scaling.yarn_beta_slow": 1.0,
 }
-"""Keys that llama.cpp reads as optional → what it takes where they are missing.
+"""Optional keys → llama.cpp's defaults.
 
-They are those of `load_hparams` in src/llama-model.cpp and of `llama_hparams` in
-src/llama-hparams.h. All other keys that are asked for are needed.
+They are the defaults of `load_hparams` in src/llama-model.cpp and of `llama_hparams` in
+src/llama-hparams.h. All other keys that are read are required.
 """
 
 OWN_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -185,7 +184,7 @@ OWN_DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "olmo2": {"attention.sliding_window_pattern": 4},
 }
-"""The same of single architectures: `load_arch_hparams` in src/models/gemma2.cpp and so on."""
+"""Defaults of single architectures: `load_arch_hparams` in src/models/gemma2.cpp and so on."""
 
 ONLY: dict[str, Any] = {
     "expert_count": 0,
@@ -205,7 +204,7 @@ ONLY: dict[str, Any] = {
     "rope.scaling.yarn_ext_factor": -1.0,
     "rope.scaling.yarn_log_multiplier": 0.0,
 }
-"""Keys that decoders here compute nothing of → llama.cpp's default, which alone may be given."""
+"""Keys that decoders here do not support → llama.cpp's default, the only value allowed."""
 
 _KEYS = {
     "hidden_size": "embedding_length",
@@ -226,7 +225,7 @@ _KEYS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
-"""Options of `config.json` → the keys that they come from, behind the architecture's name."""
+"""Options of `config.json` → the keys that they come from, without the architecture's prefix."""
 
 _SIZES = (
     "hidden_size", "intermediate_size", "max_position_embeddings", "vocab_size",
@@ -235,25 +234,25 @@ _SIZES = (
 
 
 def architecture_name(header: GgufHeader) -> str:
-    """The architecture of a file that is supported.
+    """Returns the name of a file's architecture.
 
     Raises:
-      ValueError: it is missing or not supported; says which are, and what it would need as far as
-        that is known.
+      ValueError: it is missing or not supported. The message says which ones are, and what it
+        would need if that is known.
     """
     name = header.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
-        kind = name.replace("-", "_") if isinstance(name, str) else ""
+        model_type = name.replace("-", "_") if isinstance(name, str) else ""
         raise ValueError(
             f"{header.path}: general.architecture {brief(name)} is not supported"
-            f"{what_is_missing(_AS_MODEL_TYPES.get(kind, kind))}; supported: "
+            f"{what_is_missing(_AS_MODEL_TYPES.get(model_type, model_type))}; supported: "
             f"{', '.join(ARCHITECTURES)}"
         )
     return name
 
 
 def architecture_of(header: GgufHeader) -> Architecture:
-    """The architecture of a file."""
+    """Returns the architecture of a file."""
     name = architecture_name(header)
     if name == "chatglm" and "blk.0.attn_qkv.weight" in header.tensors:
         return ARCHITECTURES[name]._replace(names=_names(_BEFORE, linears=_FUSED))
@@ -261,7 +260,7 @@ def architecture_of(header: GgufHeader) -> Architecture:
 
 
 def family_of(header: GgufHeader, raw: Mapping[str, Any]) -> Family:
-    """The family that reads the file's configuration, with the file's names of tensors and keys."""
+    """Returns the family of the configuration, with the file's names of tensors and keys."""
     name = architecture_name(header)
     keys = {option: f"{name}.{key}" for option, key in _KEYS.items()}
     keys |= {option: f"tokenizer.ggml.{option}" for option in ("bos_token_id", "eos_token_id")}
@@ -270,19 +269,19 @@ def family_of(header: GgufHeader, raw: Mapping[str, Any]) -> Family:
 
 
 def weight_tensors(header: GgufHeader) -> dict[str, Any]:
-    """The file's tensors, without those that belong to the configuration."""
+    """Returns the file's tensors without those that belong to the configuration."""
     return {name: tensor for name, tensor in header.tensors.items() if name not in _ROPE_TENSORS}
 
 
 def config_of(header: GgufHeader) -> dict[str, Any]:
-    """What a Hugging Face folder of the same model has in its `config.json`.
+    """Returns the `config.json` of a Hugging Face folder with the same model.
 
     Args:
-      header: of the file.
+      header: header of the file.
 
     Raises:
-      ValueError: the architecture is not supported; an entry is missing, of the wrong type, or one
-        that the decoder does not compute; names the file and the entry.
+      ValueError: the architecture is not supported; an entry is missing, of the wrong type, or not
+        supported by the decoder. The message names the file and the entry.
     """
     metadata = Metadata(header)
     channels, values = (metadata.size(f"attention.{x}_length") for x in ("key", "value"))
@@ -310,13 +309,13 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
 
 
 def _dtype(header: GgufHeader) -> str:
-    """The dtype of the weights; of those that are quantised, what their models had."""
+    """Returns the dtype of the weights; for quantised ones, that of the original model."""
     types = {tensor.dtype for tensor in header.tensors.values() if len(tensor.shape) > 1}
     return {"F32": "float32", "F16": "float16"}.get("".join(types), "bfloat16")
 
 
 def _rope(metadata: Metadata, channels: int) -> dict[str, Any]:
-    """Theta, the share of rotated channels, and how the context was stretched."""
+    """Returns theta, the share of rotated channels, and how the context was stretched."""
     options: dict[str, Any] = {"rope_theta": metadata.number("rope.freq_base")}
     rotated = metadata.size("rope.dimension_count")
     partly = metadata.architecture in _PARTLY_ROTATED and 0 < rotated <= channels
@@ -327,24 +326,25 @@ def _rope(metadata: Metadata, channels: int) -> dict[str, Any]:
         )
     if partly:
         share = rotated / channels
-        # Rounded up where it is a fraction: the number of channels is rounded down again.
+        # A fraction is rounded up, since the number of channels is rounded down again later.
         options["partial_rotary_factor"] = math.nextafter(share, 1.0) if share < 1 else share
     scaling = _stored_factors(metadata, options["rope_theta"], rotated) or _scaling(metadata)
     return options | ({"rope_scaling": scaling} if scaling else {})
 
 
 def _scaling(metadata: Metadata) -> dict[str, Any]:
-    """`rope_scaling` from the metadata; empty where the context was not stretched."""
-    kind, factor = metadata.get("rope.scaling.type"), metadata.number("rope.scaling.factor")
-    if kind not in ("none", "linear", "yarn"):
+    """Returns `rope_scaling` from the metadata; empty if the context was not stretched."""
+    rope_type = metadata.get("rope.scaling.type")
+    factor = metadata.number("rope.scaling.factor")
+    if rope_type not in ("none", "linear", "yarn"):
         raise metadata.error(
-            f"{metadata.architecture}.rope.scaling.type {brief(kind)} is not supported without the "
-            f"tensors {_LONG} and {_SHORT}; supported: none, linear, yarn"
+            f"{metadata.architecture}.rope.scaling.type {brief(rope_type)} is not supported "
+            f"without the tensors {_LONG} and {_SHORT}; supported: none, linear, yarn"
         )
     original = metadata.size("rope.scaling.original_context_length")
-    if kind == "none" or not factor:
+    if rope_type == "none" or not factor:
         return {}
-    if kind == "linear":
+    if rope_type == "linear":
         return {"rope_type": "linear", "factor": factor}
     return {
         "rope_type": "yarn",
@@ -357,7 +357,7 @@ def _scaling(metadata: Metadata) -> dict[str, Any]:
 
 
 def _stored_factors(metadata: Metadata, theta: float, rotated: int) -> dict[str, Any]:
-    """`rope_scaling` from tensors that hold a factor for each rotated pair; empty without them."""
+    """Returns `rope_scaling` from tensors of a factor per rotated pair; empty without them."""
     header = metadata.header
     names = [name for name in _ROPE_TENSORS if name in header.tensors]
     if not names:
@@ -375,7 +375,7 @@ def _stored_factors(metadata: Metadata, theta: float, rotated: int) -> dict[str,
                 f"{tensor.dtype} and {list(tensor.shape)}"
             )
     factors = [tensor.tolist() for _, tensor in read_gguf_tensors(header, names)]
-    for name in ("type", "original_context_length"):  # the tensors say it
+    for name in ("type", "original_context_length"):  # marked as read: the tensors replace them
         metadata.get(f"rope.scaling.{name}")
     if names == [_FREQS]:
         llama3, larger = _llama3(factors[0], theta), 1.0
@@ -390,17 +390,17 @@ def _stored_factors(metadata: Metadata, theta: float, rotated: int) -> dict[str,
 
 
 def _llama3(factors: list[float], theta: float) -> dict[str, Any]:
-    """The settings of Llama 3.1 to 3.3 where these are their factors; else empty.
+    """Returns the settings of Llama 3.1 to 3.3 if these are their factors; else empty.
 
-    Files hold the factors of pairs and not the four numbers that they come from, of which only the
-    first differs between these models.
+    Files hold the factors of pairs and not the four numbers that they come from. Only the first of
+    these numbers differs between the models.
     """
     scaling = {"factor": max(factors), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     original = 8192
     try:
         plain = RopeConfig(rotary_dim=2 * len(factors), theta=theta)
         stretched = replace(plain, type="llama3", original_max_positions=original, **scaling)
-    except (TypeError, ValueError):  # said by whoever reads the configuration
+    except (TypeError, ValueError):  # the reader of the configuration raises it
         return {}
     before, after = (np.asarray(make_rope(x, original).inv_freq) for x in (plain, stretched))
     if not np.allclose(before / after, factors, rtol=1e-4, atol=0):
@@ -410,7 +410,7 @@ def _llama3(factors: list[float], theta: float) -> dict[str, Any]:
 
 def _llama(metadata: Metadata) -> dict[str, Any]:
     window = metadata.size("attention.sliding_window")
-    # llama.cpp computes none of a Mistral's, which the model was trained with.
+    # llama.cpp ignores the window of a Mistral, but the model was trained with it.
     return {"model_type": "mistral", "sliding_window": window} if window else {}
 
 
@@ -445,9 +445,9 @@ def _gemma3(metadata: Metadata) -> dict[str, Any]:
 
 
 def _query_scalar(metadata: Metadata, layers: int) -> int:
-    """Gemma's `query_pre_attn_scalar`, which files leave out.
+    """Returns Gemma's `query_pre_attn_scalar`, which files leave out.
 
-    It is the width of a head, but in the models of 27 billion parameters, which are known by their
+    It is the width of a head. In the models of 27 billion parameters, which are recognised by their
     number of layers, it is the model's width divided by the number of heads.
     """
     if metadata.layers() != layers:
@@ -462,16 +462,16 @@ def _olmo2(metadata: Metadata) -> dict[str, Any]:
 
 
 def _layer_types(metadata: Metadata) -> list[str]:
-    """Which layers have the window.
+    """Returns the type of each layer, with or without the window.
 
-    The file has a list with a truth value for each layer, or says every how many has none; 0: all
-    have it.
+    The file has a list with a truth value for each layer, or an integer n: each n-th layer has no
+    window; 0: all layers have one.
     """
     key, layers = "attention.sliding_window_pattern", metadata.layers()
     slides = metadata.get(key)
     if type(slides) is int and slides >= 0:
         slides = [not slides or (index + 1) % slides != 0 for index in range(layers)]
-    if not isinstance(slides, list) or not all(isinstance(each, bool) for each in slides):
+    if not isinstance(slides, list) or not all(isinstance(value, bool) for value in slides):
         raise metadata.error(
             f"{metadata.architecture}.{key} must be an integer from 0 or a list of truth values, "
             f"got {brief(slides)}"
@@ -481,11 +481,11 @@ def _layer_types(metadata: Metadata) -> list[str]:
             f"{metadata.architecture}.{key} must have a value for each of "
             f"{metadata.architecture}.block_count = {layers} layers, got {len(slides)}"
         )
-    return [SLIDING if each else FULL for each in slides]
+    return [SLIDING if has_window else FULL for has_window in slides]
 
 
 def _halves(name: str, tensor: np.ndarray, config: DecoderConfig) -> np.ndarray:
-    """Rows of queries and keys as Hugging Face has them: rotated pairs are halves of a head.
+    """Reorders rows of queries and keys as in Hugging Face: rotated pairs are halves of a head.
 
     In the file they are neighbours.
     """
@@ -498,7 +498,7 @@ def _halves(name: str, tensor: np.ndarray, config: DecoderConfig) -> np.ndarray:
 
 
 def _less_one(name: str, tensor: np.ndarray, config: DecoderConfig) -> np.ndarray:
-    """Norms as Hugging Face has them, which multiply by `1 + w`; the file has the sum."""
+    """Subtracts 1 from norms that multiply by `1 + w`: the file has the sum, Hugging Face w."""
     if not name.endswith("norm.weight"):
         return tensor
     return np.subtract(tensor, np.float32(1), out=tensor)

@@ -24,19 +24,19 @@ _NUMBERS = {
     0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8",
     11: "<i8", 12: "<f8",
 }  # fmt: skip
-_MOST_TEXTS = 2**22  # of one array, ten times those of today's largest vocabularies
+_MOST_TEXTS = 2**22  # most texts of an array, ten times those of today's largest vocabularies
 
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What a GGUF file says before its tensors.
+    """Header of a GGUF file, which precedes its tensors.
 
     Attributes:
       path: the file.
       metadata: key → number, text, or list of numbers or of texts.
-      tensors: name → description. Shapes are as Hugging Face has them, `[out, in]`.
-      offsets: name → where in the file its bytes begin. They lie within the file, and each follows
-        the one before.
+      tensors: name → description. Shapes are those of Hugging Face, `[out, in]`.
+      offsets: name → where in the file the tensor's bytes begin. All bytes are within the file, and
+        no tensors overlap.
     """
 
     path: Path
@@ -46,25 +46,25 @@ class GgufHeader:
 
 
 def gguf_library() -> Any:
-    """The package `gguf`.
+    """Returns the package `gguf`.
 
     Raises:
-      ValueError: it is not installed; says how it is.
+      ValueError: it is not installed; the message says how to install it.
     """
     return extra_module("gguf", "gguf", "GGUF files")
 
 
 def read_header(path: Path) -> GgufHeader:
-    """The header of the GGUF file `path`; of its tensors nothing is read.
+    """Reads the header of the GGUF file `path`, without its tensors.
 
-    Counts and lengths of a header are numbers that somebody wrote: nothing is made for them that is
-    larger than the file.
+    Counts and lengths in a header are not trusted: no object is made for them that is larger than
+    the file.
 
     Raises:
       ValueError: `gguf` is not installed; the file cannot be read or is no GGUF file, is in another
         byte order, is one of several parts, or has a damaged header. One line names the file.
     """
-    gguf_library()  # first: it is what is missing most often
+    gguf_library()  # checked first: a missing package is the most frequent error
     check_regular(path)
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -77,7 +77,7 @@ def read_header(path: Path) -> GgufHeader:
 
 
 class _Reader:
-    """Reads a file from its beginning; what lies behind its end raises ValueError."""
+    """Reads a file from its beginning; reading beyond its end raises ValueError."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.position = data, 0
@@ -94,21 +94,23 @@ class _Reader:
     def text(self) -> str:
         return self.take(*self.unpack("<Q")).decode("utf-8")
 
-    def numbers(self, kind: int, count: int) -> list[Any]:
-        if kind not in _NUMBERS:
-            raise ValueError(f"the header has value type {kind}; supported are numbers and texts")
-        dtype = np.dtype(_NUMBERS[kind])
+    def numbers(self, value_type: int, count: int) -> list[Any]:
+        if value_type not in _NUMBERS:
+            raise ValueError(
+                f"the header has value type {value_type}; supported are numbers and texts"
+            )
+        dtype = np.dtype(_NUMBERS[value_type])
         return np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
 
     def value(self) -> Any:
-        [kind] = self.unpack("<I")
-        if kind == _TEXT:
+        [value_type] = self.unpack("<I")
+        if value_type == _TEXT:
             return self.text()
-        if kind != _ARRAY:
-            return self.numbers(kind, 1)[0]
-        kind, count = self.unpack("<IQ")
-        if kind != _TEXT:
-            return self.numbers(kind, count)
+        if value_type != _ARRAY:
+            return self.numbers(value_type, 1)[0]
+        item_type, count = self.unpack("<IQ")
+        if item_type != _TEXT:
+            return self.numbers(item_type, count)
         if count > _MOST_TEXTS:
             raise ValueError(f"the header has a list of {count:,} texts, at most {_MOST_TEXTS:,}")
         return [self.text() for _ in range(count)]
@@ -130,9 +132,9 @@ def _read(path: Path, data: mmap.mmap) -> GgufHeader:
         if key in metadata:
             raise ValueError(f"metadata entry {brief(key)} is there twice")
         metadata[key] = reader.value()
-    kind, parts = metadata.get("general.type", "model"), metadata.get("split.count", 0)
-    if kind != "model":
-        raise ValueError(f"general.type must be 'model', got {brief(kind)}")
+    file_type, parts = metadata.get("general.type", "model"), metadata.get("split.count", 0)
+    if file_type != "model":
+        raise ValueError(f"general.type must be 'model', got {brief(file_type)}")
     if parts not in (0, 1):
         raise ValueError(
             f"this is one of {brief(parts)} parts of a model, which are not supported: "
@@ -149,27 +151,27 @@ def _read(path: Path, data: mmap.mmap) -> GgufHeader:
 
 
 def _tensor(reader: _Reader, path: Path) -> tuple[str, StoredTensor, int, int]:
-    """Name, description, offset behind the header and size of the next tensor in the list."""
+    """Reads name, description, offset after the header and size of the next tensor."""
     gguf = gguf_library()
     name, [dimensions] = reader.text(), reader.unpack("<I")
     if not 1 <= dimensions <= 4:
         raise ValueError(f"tensor {name} has {dimensions} dimensions, expected 1 to 4")
     *sizes, number, offset = reader.unpack(f"<{dimensions}QIQ")
-    shape, kind = tuple(sizes[::-1]), gguf.GGMLQuantizationType(number)
-    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    shape, element_type = tuple(sizes[::-1]), gguf.GGMLQuantizationType(number)
+    block, block_bytes = gguf.GGML_QUANT_SIZES[element_type]
     if 0 in shape or shape[-1] % block:
         raise ValueError(
             f"tensor {name} has shape {list(shape)}, expected sizes above 0 and rows of "
-            f"a multiple of {block} numbers for {kind.name}"
+            f"a multiple of {block} numbers for {element_type.name}"
         )
     size = math.prod(shape) // block * block_bytes
-    return name, StoredTensor(path, shape, kind.name), offset, size
+    return name, StoredTensor(path, shape, element_type.name), offset, size
 
 
 def _offsets(
     reader: _Reader, metadata: Mapping[str, Any], places: list[tuple[int, int, str]]
 ) -> dict[str, int]:
-    """Gives where each tensor begins, once every one has bytes of its own in the file."""
+    """Returns where each tensor begins, after checking that none overlap or exceed the file."""
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 1 <= alignment <= 2**20:
         raise ValueError(f"general.alignment must be from 1 to {2**20}, got {brief(alignment)}")

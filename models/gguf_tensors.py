@@ -11,37 +11,37 @@ import numpy as np
 
 from .gguf_header import GgufHeader, gguf_library
 
-_AT_ONCE = 2**20  # numbers that are dequantised at a time, in blocks of whole rows
+_AT_ONCE = 2**20  # numbers that are dequantised at a time, in blocks of complete rows
 
 
 @functools.cache
 def readable_types() -> tuple[str, ...]:
-    """Names of the element types that the package `gguf` dequantises."""
+    """Returns the names of the element types that the package `gguf` dequantises."""
     names = []
-    for kind, (_, size) in gguf_library().GGML_QUANT_SIZES.items():
+    for element_type, (_, size) in gguf_library().GGML_QUANT_SIZES.items():
         with contextlib.suppress(NotImplementedError):
-            _dequantise(np.zeros((1, size), np.uint8), kind)
-            names.append(kind.name)
+            _dequantise(np.zeros((1, size), np.uint8), element_type)
+            names.append(element_type.name)
     return tuple(names)
 
 
-def _dequantise(rows: np.ndarray, kind: Any) -> np.ndarray:
-    with np.errstate(all="ignore"):  # numbers that are not finite are for the caller to refuse
-        return gguf_library().dequantize(rows, kind)
+def _dequantise(rows: np.ndarray, element_type: Any) -> np.ndarray:
+    with np.errstate(all="ignore"):  # the caller refuses numbers that are not finite
+        return gguf_library().dequantize(rows, element_type)
 
 
 def read_gguf_tensors(header: GgufHeader, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
-    """The named tensors in float32, one after another.
+    """Yields the named tensors in float32, one by one.
 
-    Each is read and dequantised when its turn comes, some rows at a time, so that host memory holds
-    no more than the caller keeps and one tensor.
+    Each is read and dequantised at its turn, some rows at a time. So host memory holds one tensor
+    besides what the caller keeps.
 
     Args:
-      header: of the file.
-      names: of tensors whose type is one of `readable_types`.
+      header: header of the file.
+      names: names of tensors whose type is one of `readable_types`.
 
     Raises:
-      ValueError: the file can no longer be read, or has become shorter; names it.
+      ValueError: the file can no longer be read, or has become shorter. The message names it.
     """
     try:
         with open(header.path, "rb", buffering=0) as file:
@@ -54,8 +54,8 @@ def read_gguf_tensors(header: GgufHeader, names: Iterable[str]) -> Iterator[tupl
 
 def _read(file: BinaryIO, header: GgufHeader, name: str) -> np.ndarray:
     gguf, stored = gguf_library(), header.tensors[name]
-    kind = gguf.GGMLQuantizationType[stored.dtype]
-    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    element_type = gguf.GGMLQuantizationType[stored.dtype]
+    block, block_bytes = gguf.GGML_QUANT_SIZES[element_type]
     row_bytes = stored.shape[-1] // block * block_bytes
     out = np.empty(stored.shape, np.float32)
     rows = out.reshape(-1, stored.shape[-1])
@@ -68,5 +68,5 @@ def _read(file: BinaryIO, header: GgufHeader, name: str) -> np.ndarray:
             raise ValueError(
                 f"tensor {name} of {header.path} ends before its {len(rows) * row_bytes:,} bytes do"
             )
-        part[:] = _dequantise(data.reshape(len(part), row_bytes), kind)
+        part[:] = _dequantise(data.reshape(len(part), row_bytes), element_type)
     return out

@@ -1,8 +1,8 @@
-"""The tokenizer and the chat template that a GGUF file has in its metadata.
+"""The tokenizer and the chat template in the metadata of a GGUF file.
 
-`transformers` reads them too, but needs PyTorch for it, knows few architectures, and takes texts
-apart in GPT-2's way where it does not know how the model does. The tokenizer is therefore made here
-from `tokenizers`, and an unknown way of taking texts apart is refused.
+`transformers` reads them too, but needs PyTorch for it, knows few architectures, and splits texts
+in GPT-2's way if it does not know the model's. The tokenizer is therefore made here from
+`tokenizers`, and an unknown way of splitting texts is refused.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from .gguf_header import GgufHeader, read_header
 from .gguf_special_tokens import CONTROL, NORMAL, USER_DEFINED, token_types
 
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-_KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # of the tokens of Phi-3
+_KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # tokens of Phi-3 that keep spaces after them
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece's tokens
 
 
 class _Splitting(NamedTuple):
-    """How a byte-level tokenizer takes a text apart before it merges.
+    """Rules by which a byte-level tokenizer splits a text before it merges.
 
     Attributes:
-      pattern: what is one piece; None: as GPT-2 does.
-      digits: digits stand alone, before the pattern is looked for.
-      whole_pieces: a piece that is a token is not merged from smaller ones.
-      begins: a text begins with the first token where the file does not say so.
-      composed: characters are brought into Unicode's form NFC first.
+      pattern: pattern of a piece; None: that of GPT-2.
+      digits: whether digits are split off, before the pattern applies.
+      whole_pieces: whether a piece that is a token is taken as it is, without merges.
+      begins: whether a text begins with the start token if the file does not say so.
+      composed: whether characters are first brought into Unicode's form NFC.
     """
 
     pattern: str | None = None
@@ -47,13 +47,13 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 
 
 def _by_words(numbers: str) -> str:
-    """Words with one sign before them, numbers, signs with line ends after them, spaces."""
+    """Returns a pattern of words with one sign before, numbers, signs with line ends, spaces."""
     signs = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
     return "|".join((_CONTRACTIONS, _LEAD + r"\p{L}+", numbers, signs, _SPACES))
 
 
 def _by_case(numbers: str, ending: str = "") -> str:
-    """The same, but a capital letter after a small one begins a word."""
+    """Returns the pattern of `_by_words`, but a capital after a small letter begins a word."""
     words = f"{_LEAD}{_UPPER}*{_LOWER}+{ending}", f"{_LEAD}{_UPPER}+{_LOWER}*{ending}"
     return "|".join((*words, numbers, r" ?[^\s\p{L}\p{N}]+[\r\n/]*", _SPACES))
 
@@ -77,11 +77,11 @@ _SPLITTINGS = {
     "tekken": _Splitting(_by_case(r"\p{N}"), whole_pieces=True, begins=True),
     "gpt-4o": _Splitting(_by_case(r"\p{N}{1,3}", f"{_CONTRACTIONS}?")),
 }
-"""Ways of taking texts apart, by their `tokenizer.ggml.pre`."""
+"""Ways of splitting texts, by their `tokenizer.ggml.pre`."""
 
 
 def gguf_tokenizer(path: Path) -> Any:
-    """The tokenizer of a GGUF file, with its chat template.
+    """Makes the tokenizer of a GGUF file, with its chat template.
 
     Args:
       path: the file.
@@ -91,36 +91,36 @@ def gguf_tokenizer(path: Path) -> Any:
 
     Raises:
       ValueError: the file cannot be read; it has no tokenizer, or one that is not supported; an
-        entry of it is missing or wrong. One line names the file and the entry.
+        entry is missing or wrong. One line names the file and the entry.
     """
     entries = _Entries(read_header(path))
-    kind = entries.get("model", str, needed=True)
-    if kind not in ("gpt2", "llama"):
+    model = entries.get("model", str, needed=True)
+    if model not in ("gpt2", "llama"):
         raise entries.error(
-            f"tokenizer.ggml.model {brief(kind)} is not supported; supported: gpt2, llama"
+            f"tokenizer.ggml.model {brief(model)} is not supported; supported: gpt2, llama"
         )
     tokens = entries.items("tokens", str, "texts", needed=True)
     types = entries.items("token_type", int, "integers", len(tokens)) or [NORMAL] * len(tokens)
     special = _special_tokens(entries, tokens)
     begins, ends = (entries.get(f"add_{name}_token", bool) for name in ("bos", "eos"))
     if begins is None:
-        begins = kind == "llama" or _splitting(entries).begins
+        begins = model == "llama" or _splitting(entries).begins
     try:
-        with quiet():  # transformers has much to say, such as that there is no PyTorch
-            make = _byte_level if kind == "gpt2" else _sentencepiece
-            made = make(entries, tokens, types, special)
+        with quiet():  # transformers prints much, such as that there is no PyTorch
+            make = _byte_level if model == "gpt2" else _sentencepiece
+            tokenizer = make(entries, tokens, types, special)
             template = entries.template()
             types = token_types(
                 tokens, types, template,
-                lambda text: made.encode(text, add_special_tokens=False).ids,
+                lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
             )  # fmt: skip
-            _add_tokens(made, tokens, types, entries.is_phi3())
-            _add_ends(made, special, begins, bool(ends))
-            # Imported here: models work without a tokenizer, and this takes a while.
+            _add_tokens(tokenizer, tokens, types, entries.is_phi3())
+            _add_ends(tokenizer, special, begins, bool(ends))
+            # Imported here, since the import is slow and models work without a tokenizer.
             from transformers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast(
-                tokenizer_object=made,
+                tokenizer_object=tokenizer,
                 chat_template=template,
                 clean_up_tokenization_spaces=False,
                 **{CHAT_STARTS: begins and "bos_token" in special},  # kept by `save_pretrained`
@@ -133,7 +133,7 @@ def gguf_tokenizer(path: Path) -> Any:
 
 
 class _Entries:
-    """The metadata of a file's tokenizer."""
+    """Metadata of a file's tokenizer."""
 
     def __init__(self, header: GgufHeader) -> None:
         self._header = header
@@ -141,25 +141,33 @@ class _Entries:
     def error(self, message: str) -> ValueError:
         return ValueError(f"{self._header.path}: {message}")
 
-    def get(self, name: str, kind: type, *, needed: bool = False) -> Any:
-        """The entry of this name; None where it is missing, and is not needed."""
+    def get(self, name: str, expected: type, *, needed: bool = False) -> Any:
+        """Returns the entry of this name; None if it is missing and not needed."""
         value = self._header.metadata.get(f"tokenizer.ggml.{name}")
         if value is None and not needed:
             return None
-        if type(value) is not kind:  # a truth value is no integer here
+        if type(value) is not expected:  # a truth value is no integer here
             shown = "it is missing" if value is None else f"got {brief(value)}"
-            raise self.error(f"tokenizer.ggml.{name} must be of type {kind.__name__}, {shown}")
+            raise self.error(f"tokenizer.ggml.{name} must be of type {expected.__name__}, {shown}")
         return value
 
     def items(
-        self, name: str, kind: type, what: str, count: int | None = None, *, needed: bool = False
+        self,
+        name: str,
+        expected: type,
+        plural: str,
+        count: int | None = None,
+        *,
+        needed: bool = False,
     ) -> Any:
-        """The list of this name, of `count` items; None where it is missing, and is not needed."""
+        """Returns the list of this name, of `count` items; None if missing and not needed."""
         items = self.get(name, list, needed=needed)
         if items is None:
             return None
-        if not items or not all(type(item) is kind for item in items):
-            raise self.error(f"tokenizer.ggml.{name} must be a list of {what}, got {brief(items)}")
+        if not items or not all(type(item) is expected for item in items):
+            raise self.error(
+                f"tokenizer.ggml.{name} must be a list of {plural}, got {brief(items)}"
+            )
         if count not in (None, len(items)):
             raise self.error(
                 f"tokenizer.ggml.{name} must have one entry for each of {count} tokens, "
@@ -168,31 +176,31 @@ class _Entries:
         return items
 
     def template(self) -> str | None:
-        given = self._header.metadata.get("tokenizer.chat_template")
-        if given is not None and not isinstance(given, str):
-            raise self.error(f"tokenizer.chat_template must be text, got {brief(given)}")
-        return given
+        template = self._header.metadata.get("tokenizer.chat_template")
+        if template is not None and not isinstance(template, str):
+            raise self.error(f"tokenizer.chat_template must be text, got {brief(template)}")
+        return template
 
     def is_phi3(self) -> bool:
-        """Whether the model is one of Phi-3, by its name, as llama.cpp finds out."""
+        """Returns whether the model is a Phi-3, by its name, as in llama.cpp."""
         name = str(self._header.metadata.get("general.name", "")).lower()
         return "phi-3" in name or "phi3" in name
 
 
 def _special_tokens(entries: _Entries, tokens: Sequence[str]) -> dict[str, tuple[str, int]]:
-    """Name in `transformers` → token and id, of those that the file has."""
-    found = {}
-    for name, theirs in _SPECIAL.items():
-        index = entries.get(f"{theirs}_token_id", int)
+    """Returns name in `transformers` → token and id, for special tokens that the file has."""
+    special = {}
+    for name, entry in _SPECIAL.items():
+        index = entries.get(f"{entry}_token_id", int)
         if index is None:
             continue
         if not 0 <= index < len(tokens):
             raise entries.error(
-                f"tokenizer.ggml.{theirs}_token_id must be below the {len(tokens)} tokens, "
+                f"tokenizer.ggml.{entry}_token_id must be below the {len(tokens)} tokens, "
                 f"got {index}"
             )
-        found[name] = tokens[index], index
-    return found
+        special[name] = tokens[index], index
+    return special
 
 
 def _splitting(entries: _Entries) -> _Splitting:
@@ -208,26 +216,26 @@ def _splitting(entries: _Entries) -> _Splitting:
 def _byte_level(
     entries: _Entries, tokens: Sequence[str], types: Sequence[int], special: Mapping[str, Any]
 ) -> Any:
-    """A tokenizer whose tokens are sequences of bytes."""
+    """Makes a tokenizer whose tokens are sequences of bytes."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    way = _splitting(entries)
-    made = Tokenizer(
+    splitting = _splitting(entries)
+    tokenizer = Tokenizer(
         models.BPE(
             vocab={token: index for index, token in enumerate(tokens)},
             merges=_merges(entries),
-            ignore_merges=way.whole_pieces,
+            ignore_merges=splitting.whole_pieces,
         )
     )
-    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=way.pattern is None)
-    parts = [pre_tokenizers.Digits(individual_digits=True)] if way.digits else []
-    if way.pattern is not None:
-        parts.append(pre_tokenizers.Split(Regex(way.pattern), "isolated"))
-    made.pre_tokenizer = pre_tokenizers.Sequence([*parts, bytes_of])
-    made.decoder = decoders.ByteLevel()
-    if way.composed:
-        made.normalizer = normalizers.NFC()
-    return made
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitting.pattern is None)
+    parts = [pre_tokenizers.Digits(individual_digits=True)] if splitting.digits else []
+    if splitting.pattern is not None:
+        parts.append(pre_tokenizers.Split(Regex(splitting.pattern), "isolated"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*parts, bytes_of])
+    tokenizer.decoder = decoders.ByteLevel()
+    if splitting.composed:
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
 
 
 def _merges(entries: _Entries) -> list[tuple[str, str]]:
@@ -245,7 +253,7 @@ def _merges(entries: _Entries) -> list[tuple[str, str]]:
 def _sentencepiece(
     entries: _Entries, tokens: Sequence[str], types: Sequence[int], special: Mapping[str, Any]
 ) -> Any:
-    """A tokenizer whose tokens are texts with a sign for a space; other characters are bytes."""
+    """Makes a tokenizer of texts with a sign for a space; unknown characters become bytes."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     if entries.get("merges", list):
@@ -255,7 +263,7 @@ def _sentencepiece(
         if scores is None:
             raise entries.error("tokenizer.ggml.scores is missing, and so is tokenizer.ggml.merges")
         pairs = _scored(tokens, types, scores)
-    made = Tokenizer(
+    tokenizer = Tokenizer(
         models.BPE(
             vocab={token: index for index, token in enumerate(tokens)},
             merges=pairs,
@@ -266,51 +274,59 @@ def _sentencepiece(
     )
     before = entries.get("add_space_prefix", bool) is not False
     first = [normalizers.Prepend(_SPACE)] if before else []
-    made.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", _SPACE)])
+    tokenizer.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", _SPACE)])
     spaces = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     last = [decoders.Strip(" ", 1, 0)] if before else []
-    made.decoder = decoders.Sequence([*spaces, *last])
-    return made
+    tokenizer.decoder = decoders.Sequence([*spaces, *last])
+    return tokenizer
 
 
 def _scored(
     tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
-    """Merges in the order in which SentencePiece makes them: the highest score of what comes out.
+    """Returns merges in SentencePiece's order: by the highest score of the resulting token.
 
-    A score belongs to a token, whichever two it is merged from. Equal scores follow the tokens'
-    order.
+    The score of a token does not depend on the two that it is merged from. Equal scores follow the
+    order of the tokens.
     """
     known = {token: i for i, token in enumerate(tokens) if types[i] == NORMAL}
-    found = []
+    merges = []
     for token, index in known.items():
         for cut in range(1, len(token)):
             left, right = known.get(token[:cut]), known.get(token[cut:])
             if left is not None and right is not None:
-                found.append((-scores[index], index, left, right))
-    return [(tokens[left], tokens[right]) for *_, left, right in sorted(found)]
+                merges.append((-scores[index], index, left, right))
+    return [(tokens[left], tokens[right]) for *_, left, right in sorted(merges)]
 
 
-def _add_tokens(made: Any, tokens: Sequence[str], types: Sequence[int], phi3: bool) -> None:
-    """Makes tokens that are never merged stand as they are, wherever a text has them.
+def _add_tokens(tokenizer: Any, tokens: Sequence[str], types: Sequence[int], phi3: bool) -> None:
+    """Adds the tokens that are recognised anywhere in a text and never merged.
 
-    Those of Phi-3 take the white space behind them away, but for a few; files do not say so.
+    Those of Phi-3, except for a few, remove the white space after them, which files do not say.
     """
     from tokenizers import AddedToken
 
-    for kind, add in ((CONTROL, made.add_special_tokens), (USER_DEFINED, made.add_tokens)):
-        chosen = [token for token, own in zip(tokens, types, strict=True) if own == kind and token]
+    for added_type, add in (
+        (CONTROL, tokenizer.add_special_tokens), (USER_DEFINED, tokenizer.add_tokens),
+    ):  # fmt: skip
+        chosen = [
+            token
+            for token, token_type in zip(tokens, types, strict=True)
+            if token_type == added_type and token
+        ]
         add([
             AddedToken(
-                token, normalized=False, special=kind == CONTROL,
+                token, normalized=False, special=added_type == CONTROL,
                 rstrip=phi3 and token not in _KEEP_SPACES,
             )
             for token in chosen
         ])  # fmt: skip
 
 
-def _add_ends(made: Any, special: Mapping[str, tuple[str, int]], begins: bool, ends: bool) -> None:
-    """Puts the first token before a text, and the end token behind it."""
+def _add_ends(
+    tokenizer: Any, special: Mapping[str, tuple[str, int]], begins: bool, ends: bool
+) -> None:
+    """Puts the start token before a text, and the end token after it."""
     from tokenizers import processors
 
     before = ["bos_token"] if begins and "bos_token" in special else []
@@ -319,7 +335,7 @@ def _add_ends(made: Any, special: Mapping[str, tuple[str, int]], begins: bool, e
     def around(text: str, number: int) -> list[str]:
         return [f"{piece}:{number}" for piece in (*before, text, *after)]
 
-    made.post_processor = processors.TemplateProcessing(
+    tokenizer.post_processor = processors.TemplateProcessing(
         single=around("$A", 0),
         pair=around("$A", 0) + around("$B", 1),
         special_tokens=[

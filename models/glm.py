@@ -1,8 +1,8 @@
-"""GLM-4 in the formats of `transformers` and of ChatGLM: how it differs from Llama.
+"""GLM-4 in the formats of `transformers` and of ChatGLM, with its differences from Llama.
 
 - All: half of a head's channels are rotated, as neighbouring pairs. One tensor holds the gate and
   up projections. Queries, keys and values have a bias, the output projection has none.
-- `glm4` (GLM-4-0414): norms stand after attention and MLP too.
+- `glm4` (GLM-4-0414): norms are also after attention and MLP.
 - `chatglm` (glm-4-9b and glm-4-9b-chat as first published): one tensor holds queries, keys and
   values; theta is 10,000 · `rope_ratio`; options and tensors have other names. Checkpoints of this
   format come with code, which is never run.
@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from .config import DecoderConfig
-from .reading import read_decoder, read_flag, read_number, read_rope, refuse
+from .hf_config import read_decoder, read_flag, read_number, read_rope, refuse
 from .tensor_names import FUSED_GATE_UP, FUSED_QKV, SEPARATE, TensorNames
 
 _FUSED_MLP = {name: linears for name, linears in SEPARATE.items() if "self_attn" in name} | {
@@ -46,9 +46,9 @@ CHATGLM_NAMES = TensorNames(
 
 
 def glm_config(raw: Mapping[str, Any], **family: Any) -> DecoderConfig:
-    """A `GlmForCausalLM` configuration, from the content of its `config.json`.
+    """Reads a `GlmForCausalLM` configuration from the content of its `config.json`.
 
-    `family` are further arguments of `read_decoder`.
+    `family` holds further arguments of `read_decoder`.
     """
     return read_decoder(
         raw,
@@ -64,7 +64,7 @@ def glm_config(raw: Mapping[str, Any], **family: Any) -> DecoderConfig:
 
 
 def glm4_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """A `Glm4ForCausalLM` configuration, from the content of its `config.json`."""
+    """Reads a `Glm4ForCausalLM` configuration from the content of its `config.json`."""
     return glm_config(raw, norms="both")
 
 
@@ -88,16 +88,16 @@ _CHATGLM_OPTIONS = {
     "seq_length": "max_position_embeddings",
     "add_qkv_bias": "attention_bias",
 }
-CHATGLM_KEYS = {name: theirs for theirs, name in _CHATGLM_OPTIONS.items()} | {
+CHATGLM_KEYS = {name: chatglm_name for chatglm_name, name in _CHATGLM_OPTIONS.items()} | {
     "rope_theta": "rope_ratio"
 }
 
 
 def chatglm_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """A configuration in the format of ChatGLM, from the content of its `config.json`.
+    """Reads a configuration in the format of ChatGLM from the content of its `config.json`.
 
     Theta is 10,000 · `rope_ratio`, as in ChatGLM3 and GLM-4. (ChatGLM2 divides positions by the
-    ratio; its published files that have one are not to be told from these.)
+    ratio; its published files with a ratio cannot be told from these.)
     """
     refuse(raw, _CHATGLM_ONLY)
     for name in ("multi_query_attention", "rmsnorm"):
@@ -106,7 +106,7 @@ def chatglm_config(raw: Mapping[str, Any]) -> DecoderConfig:
     missing = [name for name in _CHATGLM_OPTIONS if raw.get(name) is None]
     if missing:
         raise ValueError(f"{missing[0]} is missing")
-    renamed = {name: raw[theirs] for theirs, name in _CHATGLM_OPTIONS.items()}
+    renamed = {name: raw[chatglm_name] for chatglm_name, name in _CHATGLM_OPTIONS.items()}
     tokens = ("bos_token_id", "eos_token_id")
     for name in ("hidden_size", "num_attention_heads", "tie_word_embeddings", *tokens):
         renamed[name] = raw.get(name)

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from .config import DecoderConfig
-from .reading import read_decoder, read_flag, read_window
+from .hf_config import read_decoder, read_flag, read_window
 
 
 def llama_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """A `LlamaForCausalLM` configuration, from the content of its `config.json`.
+    """Reads a `LlamaForCausalLM` configuration from the content of its `config.json`.
 
-    Values that the file leaves out are those of `transformers.LlamaConfig`; sizes have no default.
+    Missing values have the defaults of `transformers.LlamaConfig`; sizes have none.
     """
     return read_decoder(
         raw,
@@ -23,11 +23,11 @@ def llama_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def mistral_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """A `MistralForCausalLM` or `MinistralForCausalLM` configuration, from its `config.json`.
+    """Reads a `MistralForCausalLM` or `MinistralForCausalLM` configuration from `config.json`.
 
-    Values that the file leaves out are those of `transformers.MistralConfig`: 8 KV heads and a
-    sliding window of 4,096 tokens in all layers. A window of `null` is none. With `layer_types` a
-    Mistral is a Ministral, as `transformers` has it: the window is that of the layers it names.
+    Missing values have the defaults of `transformers.MistralConfig`: 8 KV heads and a sliding
+    window of 4,096 tokens in all layers. A window of `null` is none. A Mistral with `layer_types`
+    is a Ministral, as in `transformers`: only the layers that it names have the window.
     """
     window = read_window(raw, 4096)
     return read_decoder(

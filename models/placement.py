@@ -1,4 +1,4 @@
-"""Which axis of a mesh divides which weights: heads, the width of the MLP and the vocabulary."""
+"""Placement of weights on a mesh: an axis divides heads, the MLP and the vocabulary."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from .decoder import Decoder
 from .tensor_names import ParameterPath
 
 Rule = Callable[[ParameterPath], NamedSharding]
-"""A parameter's path in the decoder's state → where it goes."""
+"""A parameter's path in the decoder's state → its placement."""
 
 _INTO = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"}  # divided by output
 _OUT_OF = {"o_proj", "down_proj"}  # divided by input
 
 
 def weight_placement(config: DecoderConfig, mesh: Mesh | AbstractMesh) -> Rule:
-    """Where each weight of a decoder goes on a mesh.
+    """Returns a function that gives the placement of each weight of a decoder on a mesh.
 
     The axis "tensor" divides projections by heads (queries and output by query heads, keys and
     values by KV heads), those of the MLP by its width, and the embedding and the output projection
-    by the vocabulary. What it does not divide evenly is on all of its devices, like the norms. The
-    axis "data" divides no weight.
+    by the vocabulary. A weight that it does not divide evenly is on all of its devices, like the
+    norms. The axis "data" divides no weight.
 
     Args:
-      config: of the decoder.
-      mesh: with the axes "data" and "tensor", or one of them.
+      config: configuration of the decoder.
+      mesh: a mesh with the axes "data" and "tensor", or one of them.
 
     Raises:
       TypeError, ValueError: no mesh, or one with other axes.
@@ -73,10 +73,10 @@ def weight_placement(config: DecoderConfig, mesh: Mesh | AbstractMesh) -> Rule:
 
 
 def on_mesh(model: Decoder, mesh: Mesh) -> Decoder:
-    """The same decoder with its weights on a mesh, as `from_pretrained(mesh=)` places them.
+    """Moves a decoder's weights onto a mesh, as `from_pretrained(mesh=)` places them.
 
     Args:
-      model: anywhere.
+      model: a decoder on any devices.
       mesh: as for `weight_placement`.
 
     Raises:
@@ -99,7 +99,7 @@ def on_mesh(model: Decoder, mesh: Mesh) -> Decoder:
         x, sharding = variable.get_value(), rule(path)
         if sharding.is_fully_addressable:
             x = jax.device_put(x, sharding)
-        else:  # other processes have a part of the mesh
+        else:  # other processes hold a part of the mesh
             x = put(x, sharding.mesh, *sharding.spec)
         moved[path] = variable.replace(x)
     return nnx.merge(graphdef, nnx.from_flat_state(moved))

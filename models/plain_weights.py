@@ -1,4 +1,4 @@
-"""Whether a folder holds the plain weights of a whole model: not quantised, and no adapter."""
+"""Checks that a folder holds plain weights of a complete model: not quantised, no adapter."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _METHODS = {
     "gptq": "GPTQ", "awq": "AWQ", "fp8": "FP8", "fbgemm_fp8": "FP8", "finegrained_fp8": "FP8",
     "mxfp4": "MXFP4", "hqq": "HQQ", "aqlm": "AQLM", "eetq": "EETQ", "spqr": "SpQR", "vptq": "VPTQ",
 }  # fmt: skip
-"""Names of `quant_method` that are written otherwise; the others are shown as they are."""
+"""Values of `quant_method` → usual spelling; other values are shown as they are."""
 
 _FILES = {
     "quantize_config.json": "GPTQ",  # AutoGPTQ before `quantization_config`
     "quant_config.json": "AWQ",  # AutoAWQ before it
     "hf_quant_config.json": "NVIDIA ModelOpt",
 }
-"""A file beside `config.json` that says how the weights are quantised."""
+"""Files beside `config.json` that describe quantisation → its method."""
 
 _TENSORS = {
     (".qweight", ".qzeros", ".g_idx"): "GPTQ or AWQ",
@@ -30,20 +30,20 @@ _TENSORS = {
     (".absmax", ".quant_map", ".SCB", "__nf4", "__fp4"): "bitsandbytes",
     (".W_q",): "HQQ",
     (".codebooks",): "AQLM",
-    (".scales", ".biases"): "MLX",  # last: GPTQ and AWQ have scales too
+    (".scales", ".biases"): "MLX",  # last, since GPTQ and AWQ also have scales
 }
-"""Endings of names that tensors have beside quantised weights alone."""
+"""Endings of tensor names that only checkpoints with quantised weights have → the method."""
 
 
 def check_folder(folder: Path, raw: Mapping[str, Any]) -> None:
-    """Raises where files say that the weights are quantised, or that an adapter belongs to them.
+    """Raises ValueError if files describe quantised weights or an adapter.
 
     Args:
-      folder: of the model.
+      folder: folder of the model.
       raw: the content of its `config.json`.
 
     Raises:
-      ValueError: they do; names the file, and the method or the adapter's model.
+      ValueError: they do. The message names the file, and the method or the adapter's model.
     """
     for key, method in (
         ("quantization", "MLX"),
@@ -63,7 +63,7 @@ def check_folder(folder: Path, raw: Mapping[str, Any]) -> None:
 
 
 def _method(quantization: Any) -> str:
-    """Gives the name of the method in a `quantization_config`."""
+    """Returns the name of the method in a `quantization_config`."""
     stated = quantization if isinstance(quantization, dict) else {}
     of_bitsandbytes = any("load_in_" in name for name in stated)
     unnamed = "bitsandbytes" if of_bitsandbytes else "a method that is not named"
@@ -71,29 +71,29 @@ def _method(quantization: Any) -> str:
 
 
 def check_no_adapter(folder: Path) -> None:
-    """Raises where a folder holds an adapter, alone or beside a model.
+    """Raises ValueError if a folder holds an adapter, alone or beside a model.
 
     Raises:
-      ValueError: it does; names the model that it was trained for.
+      ValueError: it does. The message names the model that the adapter was trained for.
     """
     path = folder / "adapter_config.json"
     if not path.exists():
         return
     base = read_json(path).get("base_model_name_or_path") or "a model that it does not name"
-    whole = (folder / "config.json").exists()
-    what = "beside the model there is" if whole else "this is"
-    out = ", or remove this file to load the model without it" if whole else ""
+    has_model = (folder / "config.json").exists()
+    subject = "beside the model there is" if has_model else "this is"
+    out = ", or remove this file to load the model without it" if has_model else ""
     raise ValueError(
-        f"{path}: {what} an adapter of {base}, and adapters are not applied: "
+        f"{path}: {subject} an adapter of {base}, and adapters are not applied: "
         f"merge it into its model first (merge_and_unload of PEFT) and load the result{out}"
     )
 
 
 def check_names(names: Iterable[str], folder: Path) -> None:
-    """Raises where tensors have names that stand beside quantised weights alone.
+    """Raises ValueError if tensors have names that only checkpoints with quantised weights have.
 
     Raises:
-      ValueError: they do; names the first and the method.
+      ValueError: they do. The message names the first tensor and the method.
     """
     names = list(names)
     for endings, method in _TENSORS.items():

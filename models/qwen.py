@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5 and Qwen3, dense: how they differ from Llama.
+"""Qwen2, Qwen2.5 and Qwen3, dense, with their differences from Llama.
 
 - `qwen2`: queries, keys and values have a bias, the output projection has none.
 - `qwen3`: heads have 128 channels by default; queries and keys are normalised head by head.
@@ -13,14 +13,14 @@ from typing import Any
 from kvjax.messages import brief
 
 from .config import DecoderConfig
-from .reading import read_decoder, read_flag, read_window
+from .hf_config import read_decoder, read_flag, read_window
 from .tensor_names import QK_NORMS, TensorNames
 
 QWEN3_NAMES = TensorNames(norms={**TensorNames().norms, **QK_NORMS})
 
 
 def qwen2_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """A `Qwen2ForCausalLM` configuration, from the content of its `config.json`."""
+    """Reads a `Qwen2ForCausalLM` configuration from the content of its `config.json`."""
     return read_decoder(
         raw,
         max_positions=32768,
@@ -32,7 +32,7 @@ def qwen2_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def qwen3_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """A `Qwen3ForCausalLM` configuration, from the content of its `config.json`."""
+    """Reads a `Qwen3ForCausalLM` configuration from the content of its `config.json`."""
     return read_decoder(
         raw,
         max_positions=32768,
@@ -45,7 +45,7 @@ def qwen3_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _windows(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers from `max_window_layers` on have the window, if there is to be one."""
+    """Returns the window, if it is used, for layers from `max_window_layers` on."""
     window = read_window(raw, 4096) if read_flag(raw, "use_sliding_window") else None
     first = raw.get("max_window_layers", 28)
     if not isinstance(first, int):

@@ -1,4 +1,4 @@
-"""Inverse frequencies of the rotary embedding: plain ones, and those of stretched contexts."""
+"""Inverse frequencies of the rotary embedding, plain and for stretched contexts."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from .config import DecoderConfig, RopeConfig
 
 
 def make_rope(config: RopeConfig, max_length: int) -> Rope:
-    """The rotary embedding of a layer whose cache is made for `max_length` tokens of a row.
+    """Makes the rope of a layer whose cache is made for `max_length` tokens of a row.
 
-    Two types look at the length. `"longrope"` has short factors up to the original context and long
-    ones beyond, `"dynamic"` a base that grows beyond it. Both are decided once for a cache, by what
-    it is made for, as vLLM and llama.cpp decide `"longrope"` by the context length that they are
-    started with. All keys of a cache have one set of frequencies, therefore, however a text is cut
+    Two types depend on the length. `"longrope"` has short factors up to the original context and
+    long ones beyond. `"dynamic"` has a base that grows beyond it. Both are decided once for a
+    cache, by its `max_length`, as vLLM and llama.cpp decide `"longrope"` by the context length that
+    they are started with. So all keys of a cache have one set of frequencies, however a text is cut
     into turns, chunks and decode steps.
 
-    `transformers` decides at every call by the tokens so far: keys that were cached before a text
-    grew beyond the original context keep the frequencies of before. Phi-3's `generate` reads the
-    text again at that point, other models go on with keys of two sets.
+    `transformers` decides at every call by the tokens so far. Keys that were cached before a text
+    grew beyond the original context keep their former frequencies. Phi-3's `generate` reads the
+    text again at that point; other models continue with keys of two sets.
 
     Args:
       config: theta, type and the type's parameters.
-      max_length: tokens of a row, prompt and new ones together (`LayerCache.max_length`).
+      max_length: tokens of a row, prompt and new tokens together (`LayerCache.max_length`).
 
     Returns:
       A `kvjax.Rope` with `inv_freq` `[R]`.
@@ -61,10 +61,10 @@ def make_rope(config: RopeConfig, max_length: int) -> Rope:
 
 @dataclass(frozen=True)
 class RopeLengths:
-    """Lengths with equal frequencies in all layers, as one number: a model's `length_class`.
+    """Maps lengths with equal frequencies in all layers to one number: a model's `length_class`.
 
     Args:
-      ropes: of the layers, those of type `"longrope"` and `"dynamic"`.
+      ropes: ropes of the layers with type `"longrope"` or `"dynamic"`.
 
     Example:
       >>> from kvjax.models import RopeConfig
@@ -79,13 +79,13 @@ class RopeLengths:
 
     @classmethod
     def of(cls, config: DecoderConfig) -> RopeLengths | None:
-        """Of a decoder; None where no layer looks at the length."""
+        """Returns the lengths of a decoder; None if no layer depends on the length."""
         layers = (config.layer(index).rope for index in range(config.num_layers))
         ropes = [rope for rope in layers if rope and rope.type in ("dynamic", "longrope")]
         return cls(tuple(dict.fromkeys(ropes))) if ropes else None
 
     def __call__(self, max_length: int) -> int:
-        """The least length whose frequencies are those of `max_length`."""
+        """Returns the least length with the frequencies of `max_length`."""
         least = 1
         for rope in self.ropes:
             if max_length > rope.original_max_positions:
@@ -95,11 +95,11 @@ class RopeLengths:
 
 
 def attention_factor(config: RopeConfig) -> float:
-    """What rotated channels are multiplied by.
+    """Returns the factor of rotated channels.
 
-    The configuration's own; else `0.1 · ln(factor) + 1` for YaRN and
-    `sqrt(1 + ln(factor) / ln(original_max_positions))` for LongRoPE, which is 1 where the factor is
-    1 or less; 1 for all other types.
+    It is the configuration's factor if it has one. Else it is `0.1 · ln(factor) + 1` for YaRN and
+    `sqrt(1 + ln(factor) / ln(original_max_positions))` for LongRoPE, or 1 if `factor` is at most 1.
+    For all other types it is 1.
 
     Example:
       >>> from kvjax.models import RopeConfig
@@ -120,7 +120,7 @@ def attention_factor(config: RopeConfig) -> float:
 
 
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    """YaRN's `0.1 · weight · ln(factor) + 1`, which is 1 for factors up to 1.
+    """Returns YaRN's `0.1 · weight · ln(factor) + 1`, which is 1 for factors up to 1.
 
     Example:
       >>> from kvjax.models.rope_scaling import yarn_magnitude
@@ -131,21 +131,22 @@ def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
 
 
 def _powers(config: RopeConfig, theta: float) -> Float[np.ndarray, " R"]:
-    """`theta ** (2i / rotary_dim)`.
+    """Returns `theta ** (2i / rotary_dim)`.
 
-    At position 100,000 one unit in the last place of a frequency near 1 is an angle of 0.006, so
+    At position 100,000, one unit in the last place of a frequency near 1 is an angle of 0.006. So
     the rounding steps are those of the models' training code: exponent, power and reciprocal are
-    each rounded to float32. The power itself is taken in float64, which rounds it correctly.
+    each rounded to float32. The power itself is computed in float64, which rounds it correctly.
     """
     exponents = np.arange(0, config.rotary_dim, 2, dtype=np.float32) / np.float32(config.rotary_dim)
     return (np.float64(theta) ** exponents.astype(np.float64)).astype(np.float32)
 
 
 def _llama3(config: RopeConfig, inv_freq: Float[np.ndarray, " R"]) -> Float[np.ndarray, " R"]:
-    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, a ramp between.
+    """Returns Llama 3.1's frequencies: long wavelengths stretched by `factor`, short ones kept.
 
-    `turns` is how often a wavelength fits into the original context. The share that is kept goes
-    linearly from 0 at `low_freq_factor` turns to 1 at `high_freq_factor` turns.
+    There is a ramp between them. `turns` is how often a wavelength fits into the original context.
+    The share that is kept goes linearly from 0 at `low_freq_factor` turns to 1 at
+    `high_freq_factor` turns.
     """
     low, high = np.float32(config.low_freq_factor), np.float32(config.high_freq_factor)
     wavelength = np.float32(2.0 * np.pi) / inv_freq
@@ -155,10 +156,10 @@ def _llama3(config: RopeConfig, inv_freq: Float[np.ndarray, " R"]) -> Float[np.n
 
 
 def _yarn(config: RopeConfig) -> Float[np.ndarray, " R"]:
-    """YaRN: as Llama 3.1, but the ramp is linear over channel pairs.
+    """Returns YaRN's frequencies: as Llama 3.1's, but the ramp is linear over channel pairs.
 
     It begins at the pair that turns `beta_fast` times within the original context and ends at the
-    one that turns `beta_slow` times.
+    pair that turns `beta_slow` times.
     """
     powers, factor = _powers(config, config.theta), np.float32(config.factor)
     start, end = (_pair_that_turns(config, beta) for beta in (config.beta_fast, config.beta_slow))
@@ -166,7 +167,7 @@ def _yarn(config: RopeConfig) -> Float[np.ndarray, " R"]:
         start, end = math.floor(start), math.ceil(end)
     start, end = max(start, 0), min(end, config.rotary_dim - 1)
     if start == end:
-        end += 0.001  # a step
+        end += 0.001  # the ramp becomes a step, without a division by 0
     pairs = np.arange(config.rotary_dim // 2, dtype=np.float32)
     ramp = (pairs - np.float32(start)) / np.float32(end - start)
     kept = np.float32(1.0) - np.clip(ramp, np.float32(0.0), np.float32(1.0))
@@ -175,23 +176,24 @@ def _yarn(config: RopeConfig) -> Float[np.ndarray, " R"]:
 
 
 def _pair_that_turns(config: RopeConfig, times: float) -> float:
-    """The channel pair, as a fraction, whose wavelength fits so often into the original context."""
+    """Returns the (fractional) pair whose wavelength fits `times` into the original context."""
     length = config.original_max_positions / (times * 2 * math.pi)
     return config.rotary_dim * math.log(length) / (2 * math.log(config.theta))
 
 
 def _longrope(config: RopeConfig, max_length: int) -> Float[np.ndarray, " R"]:
-    """Short factors up to the original context, long ones beyond."""
+    """Returns LongRoPE's frequencies: short factors up to the original context, else long ones."""
     is_long = max_length > config.original_max_positions
     factors = np.asarray(config.long_factors if is_long else config.short_factors, np.float32)
     return np.float32(1.0) / (factors * _powers(config, config.theta))
 
 
 def _dynamic(config: RopeConfig, max_length: int) -> Float[np.ndarray, " R"]:
-    """The base grows with the length beyond the original context.
+    """Returns frequencies with a base that grows with the length beyond the original context.
 
-    `theta * (factor * length / original - (factor - 1)) ** (d / (d - 2))`, `d = rotary_dim`. Up to
-    the original context the length counts as that, which leaves theta unchanged.
+    The base is `theta * (factor * length / original - (factor - 1)) ** (d / (d - 2))`, with
+    `d = rotary_dim`. Up to the original context the length counts as that, which leaves theta
+    unchanged.
     """
     original, dim = config.original_max_positions, config.rotary_dim
     length = max(max_length, original)

@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face folder: which there are, and reading them one at a time."""
+"""Lists the tensors of a Hugging Face folder, and reads them one at a time."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from safetensors import SafetensorError, safe_open
 from kvjax.files import check_regular, read_json
 
 STORED_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Element types of weights that are read: name in the file → NumPy name."""
+"""Supported element types of weights: name in the file → NumPy name."""
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-"""The file with all weights, or the index of several."""
+"""File with all weights, or index of several files."""
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 
 
 class StoredTensor(NamedTuple):
-    """A tensor as the header of its file describes it; nothing of it has been read.
+    """Description of a tensor from the header of its file; the tensor itself is not read.
 
     Attributes:
-      file: the safetensors file.
-      shape: as stored.
-      dtype: safetensors' name of the element type, as `"BF16"`.
+      file: the file.
+      shape: stored shape.
+      dtype: the file format's name of the element type, such as `"BF16"`.
     """
 
     file: Path
@@ -35,7 +35,7 @@ class StoredTensor(NamedTuple):
 
 
 def list_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Name → description of every tensor in `model.safetensors`, or in the index's shards.
+    """Returns name → description of each tensor in `model.safetensors` or the index's shards.
 
     Only headers are read.
 
@@ -43,23 +43,23 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
       ValueError: there is no safetensors checkpoint (pickle files are named and refused), a file
         is missing or unreadable, or a tensor is stored twice.
     """
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     index = _shards(folder)
     for path in sorted(set(index.values())) or [folder / SINGLE_FILE]:
         with _open(path) as handle:
             for name in sorted(handle.keys()):
-                if name in found:
-                    raise ValueError(f"tensor {name} is stored twice: {found[name].file}, {path}")
+                if name in tensors:
+                    raise ValueError(f"tensor {name} is stored twice: {tensors[name].file}, {path}")
                 header = handle.get_slice(name)
-                found[name] = StoredTensor(path, tuple(header.get_shape()), header.get_dtype())
+                tensors[name] = StoredTensor(path, tuple(header.get_shape()), header.get_dtype())
     for name, path in index.items():
-        if name not in found:
+        if name not in tensors:
             raise ValueError(f"tensor {name} is missing: {path} does not hold it")
-    return found
+    return tensors
 
 
 def tensor_names(folder: Path) -> list[str] | None:
-    """Names of all tensors, from the one file's header or the index; None without a checkpoint.
+    """Returns the names of all tensors, from a header or the index; None without a checkpoint.
 
     Raises:
       ValueError: a file is unreadable.
@@ -74,7 +74,7 @@ def tensor_names(folder: Path) -> list[str] | None:
 
 
 class Slices(Protocol):
-    """A tensor in its file, of which parts are read: `tensor[2:5, :7]`, a slice for each axis."""
+    """A tensor in its file that is read in parts: `tensor[2:5, :7]`, with a slice per axis."""
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray: ...
 
@@ -82,13 +82,13 @@ class Slices(Protocol):
 def open_tensors(
     stored: Mapping[str, StoredTensor], names: Iterable[str]
 ) -> Iterator[tuple[str, Slices]]:
-    """The named tensors, one after another, file by file, as something to be sliced.
+    """Yields the named tensors one by one, file by file, opened for slicing.
 
-    Files are memory-mapped, and what is sliced is copied out, so that host memory holds no more
-    than the caller keeps. A tensor is good until the next one comes.
+    Files are memory-mapped and slices are copies, so host memory holds no more than the caller
+    keeps. A tensor is valid until the next one is yielded.
 
     Raises:
-      ValueError: a file has become unreadable; names it.
+      ValueError: a file has become unreadable. The message names it.
     """
     by_file: dict[Path, list[str]] = {}
     for name in names:
@@ -100,7 +100,7 @@ def open_tensors(
 
 
 def _shards(folder: Path) -> dict[str, Path]:
-    """Tensor name → shard; empty where the checkpoint is the single `model.safetensors`."""
+    """Returns tensor name → shard; empty if the checkpoint is a single `model.safetensors`."""
     if (folder / SINGLE_FILE).exists():
         return {}
     path = folder / INDEX_FILE

@@ -1,4 +1,4 @@
-"""How a model asks to be sampled: the settings that its publisher ships with the weights."""
+"""Sampling settings that a model's publisher ships with the weights."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvjax.files import read_json
 from .finding import find_model, is_gguf
 from .gguf_header import read_header
 
-# The entries of a GGUF file, in the names of `generation_config.json`. An entry
-# `general.sampling.NAME` that is not here keeps NAME, which kvjax then says that it lacks.
+# Entries of a GGUF file → names of `generation_config.json`. Another entry `general.sampling.NAME`
+# keeps NAME, and kvjax then reports that it does not support it.
 _GGUF_NAMES = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -24,14 +24,14 @@ _GGUF_SAMPLING = "general.sampling."
 
 
 def read_sampling_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The settings of a model's `generation_config.json`, or those in a GGUF file's metadata.
+    """Reads the settings of a model's `generation_config.json` or a GGUF file's metadata.
 
     Args:
       path: a folder, a file or an id, as in `from_pretrained`.
 
     Returns:
-      Names of `generation_config.json` and their values; empty where the model has no settings. A
-      GGUF file that names one gets `do_sample = True`, since llama.cpp draws by default.
+      Names of `generation_config.json` and their values; empty if the model has no settings. A GGUF
+      file with any setting gets `do_sample = True`, since llama.cpp draws by default.
 
     Raises:
       ValueError: the model or its file cannot be read.
@@ -57,16 +57,16 @@ def read_sampling_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def load_sampling(path: str | os.PathLike[str]) -> kvjax.Sampling:
-    """The sampling that a model asks for, for `kvjax.generate(sampling=)`.
+    """Loads the sampling that a model asks for, for `kvjax.generate(sampling=)`.
 
     Args:
       path: a folder, a file or an id, as in `from_pretrained`.
 
     Returns:
-      What `kvjax.Sampling.from_settings` makes of the model's settings; greedy where it has none.
+      The result of `kvjax.Sampling.from_settings` for the model's settings; greedy without any.
 
     Raises:
-      ValueError: a file cannot be read, or it asks for something that kvjax does not have; the
+      ValueError: a file cannot be read, or asks for something that kvjax does not support. The
         message names it.
 
     Example:

@@ -1,4 +1,4 @@
-"""Decoders without weights: configurations by name, and parameters that are shapes."""
+"""Decoders without weights: configurations by name, and parameters as shapes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .tensor_names import ParameterPath
 def _llama_3(
     hidden: int, intermediate: int, layers: int, heads: int, factor: float = 8.0, tied: bool = False
 ) -> dict[str, Any]:
-    """Of Llama 3.1 and 3.2, whose context was stretched from 8,192 tokens."""
+    """Returns a `config.json` of Llama 3.1 or 3.2, with a context stretched from 8,192 tokens."""
     scaling = {
         "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
@@ -77,41 +77,41 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True, "hidden_act": "silu",
     },
 }  # fmt: skip
-"""What `config.json` says of models that are known by name."""
+"""Content of `config.json` for models that are known by name."""
 
 
-def shape_config(given: str | os.PathLike[str], layers: int | None = None) -> DecoderConfig:
-    """The configuration of a model of which no weights are needed.
+def shape_config(model: str | os.PathLike[str], layers: int | None = None) -> DecoderConfig:
+    """Reads the configuration of a model whose weights are not needed.
 
     Args:
-      given: a folder with `config.json`, such a file by itself, a GGUF file, of which the header
-        is read, or a name of `SHAPES`. How the weights of a folder are stored
-        (`quantization_config`) is not looked at.
-      layers: how many of its layers, from the first on; None: all.
+      model: a folder with `config.json`, such a file by itself, a GGUF file (only its header is
+        read), or a name of `SHAPES`. The storage of a folder's weights (`quantization_config`) is
+        ignored.
+      layers: number of layers to keep, from the first on; None: all.
 
     Raises:
-      TypeError, ValueError: it is none of them, what `read_config` refuses of a configuration, or
-        a number of layers that it does not have.
+      TypeError, ValueError: `model` is none of these, `read_config` refuses its configuration, or
+        it does not have as many layers.
 
     Example:
       >>> from kvjax.models.shapes import shape_config
       >>> shape_config("llama-3.1-70b").num_layers, shape_config("llama-3.1-70b", 2).num_layers
       (80, 2)
     """
-    config = _whole_config(given)
+    config = _full_config(model)
     if layers is None:
         return config
     check_count("layers", layers, 1, most=config.num_layers)
     return dataclasses.replace(config, num_layers=layers, layers=config.layers[:layers])
 
 
-def _whole_config(given: str | os.PathLike[str]) -> DecoderConfig:
-    path = Path(given)
+def _full_config(model: str | os.PathLike[str]) -> DecoderConfig:
+    path = Path(model)
     if path.is_dir():
         path /= "config.json"
     if path.is_file() and _begins_as_gguf(path):
         return read_config(path)
-    name = os.fspath(given)
+    name = os.fspath(model)
     if not path.is_file() and name not in SHAPES:
         raise ValueError(
             "a shape must be a folder with config.json, such a file, a GGUF file, or one of "
@@ -127,7 +127,7 @@ def _begins_as_gguf(path: Path) -> bool:
         with path.open("rb") as file:
             return file.read(4) == b"GGUF"
     except OSError:
-        return False  # is said by who reads the file
+        return False  # the reader of the file raises the error
 
 
 def abstract_decoder(
@@ -136,12 +136,12 @@ def abstract_decoder(
     dtype: DTypeLike = jnp.bfloat16,
     mesh: Mesh | AbstractMesh | None = None,
 ) -> Decoder:
-    """A decoder whose parameters are shapes, with the place of each on a mesh.
+    """Makes a decoder whose parameters are shapes, each with its placement on a mesh.
 
     Args:
-      config: what the decoder is made of.
-      dtype: of the weights.
-      mesh: as in `from_pretrained`; its devices need not be there (`AbstractMesh`).
+      config: configuration of the decoder.
+      dtype: dtype of the weights.
+      mesh: as in `from_pretrained`; its devices need not exist (`AbstractMesh`).
 
     Example:
       >>> from kvjax.models import abstract_decoder
@@ -163,7 +163,7 @@ def abstract_decoder(
 def abstract_parameters(
     config: DecoderConfig, dtype: DTypeLike
 ) -> tuple[nnx.GraphDef, dict[ParameterPath, nnx.Variable]]:
-    """A decoder without weights: its graph, and its parameters as shapes, by their paths."""
+    """Returns a decoder without weights: its graph, and its parameters as shapes by path."""
     graphdef, state = nnx.split(
         nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
     )

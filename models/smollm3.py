@@ -1,6 +1,6 @@
 """SmolLM3: Llama with tied embeddings whose every fourth layer has no rotary embedding.
 
-`no_rope_layers` has a 1 for each layer that has one, and a 0 for each that has none.
+`no_rope_layers` has a 1 for each layer with a rotary embedding, and a 0 for each without.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 from kvjax.messages import brief
 
 from .config import MOST_LAYERS, DecoderConfig
-from .reading import read_decoder, read_flag, read_rope, read_size, read_window
+from .hf_config import read_decoder, read_flag, read_rope, read_size, read_window
 
 
 def smollm3_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """A `SmolLM3ForCausalLM` configuration, from the content of its `config.json`."""
+    """Reads a `SmolLM3ForCausalLM` configuration from the content of its `config.json`."""
     window = read_window(raw, None) if read_flag(raw, "use_sliding_window") else None
 
     rotated = _rotated(raw, read_size(raw, "num_hidden_layers", most=MOST_LAYERS))
@@ -35,13 +35,13 @@ def smollm3_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _rotated(raw: Mapping[str, Any], count: int) -> list[bool]:
-    """Whether each layer has a rotary embedding."""
-    given = raw.get("no_rope_layers")
-    if given is None:
+    """Returns whether each layer has a rotary embedding."""
+    flags = raw.get("no_rope_layers")
+    if flags is None:
         period = read_size(raw, "no_rope_layer_interval", 4)
         return [(index + 1) % period != 0 for index in range(count)]
-    if not isinstance(given, list) or len(given) < count or any(x not in (0, 1) for x in given):
+    if not isinstance(flags, list) or len(flags) < count or any(x not in (0, 1) for x in flags):
         raise ValueError(
-            f"no_rope_layers must be a list of 0 and 1 for {count} layers, got {brief(given)}"
+            f"no_rope_layers must be a list of 0 and 1 for {count} layers, got {brief(flags)}"
         )
-    return [x == 1 for x in given[:count]]
+    return [x == 1 for x in flags[:count]]

@@ -1,4 +1,4 @@
-"""Which tensor of a Hugging Face checkpoint belongs where in the decoder."""
+"""Names of a checkpoint's tensors, and their places in the decoder."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import NamedTuple
 from .config import DecoderConfig
 
 ParameterPath = tuple[str | int, ...]
-"""A parameter in the decoder's NNX state, as `("layers", 0, "mlp", "up_proj", "bias")`."""
+"""Path of a parameter in the decoder's NNX state: `("layers", 0, "mlp", "up_proj", "bias")`."""
 
 
 class Weight(NamedTuple):
-    """Where a checkpoint's tensor belongs.
+    """Place of a checkpoint's tensor in the decoder.
 
     Attributes:
-      parts: the parameters that the tensor holds, one after the other along its first axis. A fused
+      parts: parameters that the tensor holds, one after the other along its first axis. A fused
         tensor holds several; most hold one.
-      transpose: the checkpoint holds `[out, in]`, the decoder `[in, out]`.
+      transpose: whether the checkpoint has `[out, in]` and the decoder `[in, out]`.
     """
 
     parts: tuple[ParameterPath, ...]
@@ -27,13 +27,13 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorNames:
-    """How a family names its tensors; the defaults are those of Llama.
+    """Names of a family's tensors; the defaults are those of Llama.
 
-    Names are those of modules, which end in `.weight` and `.bias` in the checkpoint.
+    Names are those of modules; the checkpoint appends `.weight` and `.bias`.
 
     Args:
-      embed, norm, head: the embedding table, the last norm and the output projection.
-      layers: what the layers' names begin with, before their number.
+      embed, norm, head: embedding table, last norm and output projection.
+      layers: prefix of the layers' names, before their number.
       norms: name in a layer → norm of `DecoderLayer` or of its attention.
       linears: name in a layer → the projections that its tensor holds, in their order.
     """
@@ -51,10 +51,10 @@ class TensorNames:
     linears: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {**SEPARATE})
 
     def weights(self, config: DecoderConfig) -> dict[str, Weight]:
-        """Every tensor name that a checkpoint may have, and its place in the decoder.
+        """Returns every tensor name that a checkpoint may have, and its place in the decoder.
 
-        The output projection is among them even where it is tied to the embedding: then both names
-        have the same place.
+        The output projection is included even if it is tied to the embedding: then both names have
+        the same place.
 
         Example:
           >>> from kvjax.models import DecoderConfig, RopeConfig
@@ -69,27 +69,27 @@ class TensorNames:
         head = Weight((("lm_head", "kernel"),), transpose=True)
         weights = {f"{self.embed}.weight": Weight(table)}
         for index in range(config.num_layers):
-            ours, theirs = ("layers", index), f"{self.layers}.{index}"
+            layer, prefix = ("layers", index), f"{self.layers}.{index}"
             for name, norm in self.norms.items():
-                place = (*ours, *norm.split("."), "scale")
-                weights[f"{theirs}.{name}.weight"] = Weight((place,))
+                place = (*layer, *norm.split("."), "scale")
+                weights[f"{prefix}.{name}.weight"] = Weight((place,))
             for name, linears in self.linears.items():
-                places = [(*ours, *linear.split(".")) for linear in linears]
+                places = [(*layer, *linear.split(".")) for linear in linears]
                 kernels = tuple((*place, "kernel") for place in places)
-                weights[f"{theirs}.{name}.weight"] = Weight(kernels, transpose=True)
+                weights[f"{prefix}.{name}.weight"] = Weight(kernels, transpose=True)
                 if _has_bias(config, linears[0]):
                     biases = tuple((*place, "bias") for place in places)
-                    weights[f"{theirs}.{name}.bias"] = Weight(biases)
+                    weights[f"{prefix}.{name}.bias"] = Weight(biases)
         weights[f"{self.norm}.weight"] = Weight((("norm", "scale"),))
         weights[f"{self.head}.weight"] = Weight(table) if config.tie_embeddings else head
         return weights
 
     def among(self, stored: Collection[str]) -> TensorNames:
-        """These names as they stand among those of a checkpoint.
+        """Returns these names with the prefix that they have in a checkpoint.
 
-        A decoder that was saved without its output projection has no `model.` before its names, one
-        that was saved inside of another module has more, as `language_model.model.` or
-        `_orig_mod.model.`. The name of the embedding table shows which.
+        A decoder that was saved without its output projection has no `model.` before its names. A
+        decoder that was saved inside another module has more, such as `language_model.model.` or
+        `_orig_mod.model.`. The name of the embedding table shows the prefix.
 
         Example:
           >>> from kvjax.models.tensor_names import TensorNames
@@ -114,9 +114,9 @@ class TensorNames:
 
 
 def _before(name: str, stored: Collection[str]) -> str | None:
-    """What stands before this name in a checkpoint; None where it has none such, or several."""
-    found = [one for one in stored if f".{one}".endswith(f".{name}.weight")]
-    return found[0].removesuffix(f"{name}.weight") if len(found) == 1 else None
+    """Returns the prefix of this name in a checkpoint; None if it is not there exactly once."""
+    matches = [full for full in stored if f".{full}".endswith(f".{name}.weight")]
+    return matches[0].removesuffix(f"{name}.weight") if len(matches) == 1 else None
 
 
 def _has_bias(config: DecoderConfig, linear: str) -> bool:
@@ -136,13 +136,13 @@ SEPARATE = {
     "mlp.up_proj": ("mlp.up_proj",),
     "mlp.down_proj": ("mlp.down_proj",),
 }
-"""The projections of a layer, a tensor each."""
+"""Projections of a layer with a tensor each."""
 
 FUSED_QKV = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
-"""What a fused projection of attention holds: all query heads, all key heads, all value heads."""
+"""Parts of a fused projection of attention: all query heads, key heads, and value heads."""
 
 FUSED_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
-"""What a fused projection of the MLP holds."""
+"""Parts of a fused projection of the MLP."""
 
 QK_NORMS = {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
-"""The norms of queries and keys."""
+"""Norms of queries and keys."""

@@ -22,9 +22,9 @@ from pallas_kernels.base.tiles import PATH, Tile, generation, table
 from pallas_kernels.grouping.tuning import Grouping
 
 TILE_BYTES, WARPS, STAGES = (4096, 8192, 16384, 32768), (4, 8), (2, 3, 4)
-Work = Attention | Grouping  # a call that is measured
+Work = Attention | Grouping  # a measured call
 
-# Of few queries, stores are larger than any L2, so that what is measured is memory.
+# Stores for few queries are larger than any L2 cache, so that memory is what is measured.
 WORKS: dict[str, tuple[Work, ...]] = {
     "decode_attention": (Attention(1, 65_536), Attention(16, 16_384)),
     "gather_attention": (Attention(1, 131_072, listed=4096), Attention(16, 32_768, listed=2048)),
@@ -35,8 +35,9 @@ WORKS: dict[str, tuple[Work, ...]] = {
         Attention(1, slots, queries=queries, sums=True)
         for slots, queries in ((8192, 8192), (32_768, 4096))
     ),
-    # ClusterKV's chunks with 16 tokens a cluster, and Chelsea's; all keys of a head at once.
+    # Chunks of ClusterKV with 16 tokens per cluster, and chunks of Chelsea.
     "best_match": (Grouping(1, 65_536, 1024, 64), Grouping(1, 65_536, 256)),
+    # Chunks of ClusterKV, and all keys of a head at once.
     "kmeans": (
         Grouping(1, 65_536, 1024, 64, average=True), Grouping(1, 65_536, 65_536, 800, average=True)
     ),
@@ -51,38 +52,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--rounds", type=int, default=5, help="times each candidate is measured")
     parser.add_argument("--operations", nargs="+", choices=list(WORKS), default=list(WORKS))
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     capability = gpu_capability()
     if capability is None or capability < OLDEST_GPU:
         parser.exit(2, f"{parser.prog}: {refusal(capability)}\n")
-    if given.rounds < 1:
-        parser.exit(2, f"{parser.prog}: --rounds must be at least 1, got {given.rounds}\n")
+    if options.rounds < 1:
+        parser.exit(2, f"{parser.prog}: --rounds must be at least 1, got {options.rounds}\n")
     cores = default_device().core_count
-    found = {}
-    for operation in given.operations:
+    tiles = {}
+    for operation in options.operations:
         works = WORKS[operation]
-        times = measure_all(works, list(candidates(works[0], cores)), given.rounds)
-        found[operation], seconds = best(times)
+        times = measure_all(works, list(candidates(works[0], cores)), options.rounds)
+        tiles[operation], seconds = best(times)
         for work, spent in zip(works, seconds, strict=True):
             rate = f"{work.bytes / spent / 1e9:,.0f} GB/s"
             print(f"{operation} {work}: {1e6 * spent:,.0f} microseconds, {rate}")
-        print(f"{operation}: {found[operation]}")
-    write(given.out, generation(capability), found)
-    print(f"written: {given.out}")
+        print(f"{operation}: {tiles[operation]}")
+    write(options.out, generation(capability), tiles)
+    print(f"written: {options.out}")
     return 0
 
 
 def refusal(capability: tuple[int, int] | None) -> str:
-    """Why nothing can be measured here."""
-    there = f"a GPU of {capability[0]}.{capability[1]}" if capability else jax.default_backend()
+    """Returns the message that says why nothing can be measured here."""
+    device = f"a GPU of {capability[0]}.{capability[1]}" if capability else jax.default_backend()
     return (
         f"needs a CUDA GPU of compute capability {OLDEST_GPU[0]}.{OLDEST_GPU[1]} or newer to "
-        f"measure on, got {there}"
+        f"measure on, got {device}"
     )
 
 
 def candidates(work: Work, cores: int) -> Iterable[Tile]:
-    """Every tile that is tried."""
+    """Yields each tile to try."""
     for sizes in itertools.product(TILE_BYTES, WARPS, STAGES):
         for more in itertools.product(*work.tried.values()):
             yield Tile(*sizes, **dict(zip(work.tried, more, strict=True)), cores=cores)
@@ -91,27 +92,27 @@ def candidates(work: Work, cores: int) -> Iterable[Tile]:
 def measure_all(
     works: Sequence[Work], tiles: Sequence[Tile], rounds: int
 ) -> dict[Tile, tuple[float, ...]]:
-    """Median seconds of a call per work, of those tiles that can be compiled for every work.
+    """Returns a call's median seconds per work, for tiles that compile for every work.
 
-    All candidates take turns: a GPU's clock drifts by more than what tells two of them apart.
+    All candidates take turns, since a GPU's clock drifts by more than two candidates differ.
     """
     calls: dict[Tile, list[Callable[[], float]]] = {}
-    made = [(work.call, work.operands()) for work in works]
+    prepared = [(work.call, work.operands()) for work in works]
     for tile in tiles:
         try:
-            calls[tile] = [timed(tile, call, arguments) for call, arguments in made]
+            calls[tile] = [timed(tile, call, arguments) for call, arguments in prepared]
         except jax.errors.JaxRuntimeError as error:  # more shared memory than there is
             print(f"left out {tile}: {str(error).splitlines()[0][:100]}", file=sys.stderr)
     seconds = {tile: [[] for _ in works] for tile in calls}
     for _ in range(rounds):
-        for tile, own in calls.items():
-            for call, into in zip(own, seconds[tile], strict=True):
-                into.append(call())
-    return {t: tuple(statistics.median(x) for x in each) for t, each in seconds.items()}
+        for tile, timed_calls in calls.items():
+            for call, times in zip(timed_calls, seconds[tile], strict=True):
+                times.append(call())
+    return {t: tuple(map(statistics.median, per_work)) for t, per_work in seconds.items()}
 
 
 def best(times: dict[Tile, tuple[float, ...]]) -> tuple[Tile, tuple[float, ...]]:
-    """The tile with the smallest product of times, so that no shape outweighs another."""
+    """Returns the tile with the smallest product of times, so that no shape outweighs another."""
     if not times:
         raise RuntimeError("none of the candidates could be compiled for this GPU")
     return min(times.items(), key=lambda item: math.prod(item[1]))
@@ -120,17 +121,17 @@ def best(times: dict[Tile, tuple[float, ...]]) -> tuple[Tile, tuple[float, ...]]
 def timed(
     tile: Tile, call: Callable[..., jax.Array], arguments: tuple, repeat: int = 50
 ) -> Callable[[], float]:
-    """A function that runs a compiled loop of calls and returns the seconds that one takes.
+    """Returns a function that runs a compiled loop of calls and returns the seconds per call.
 
-    In a loop on the device, since a launch from Python takes as long as a call.
+    The loop runs on the device, since a launch from Python takes as long as a call.
     """
 
     def calls(first, *rest):
-        # Each call's first argument depends on the call before: none is left out, none overtakes.
+        # Each call's first argument depends on the call before: none is left out or reordered.
         def once(_, x):
             out = call(x, *rest, tile=tile)
-            own = out if out.shape in ((), x.shape) else out.ravel()[0]
-            return x + 0 * own.astype(x.dtype)
+            dependence = out if out.shape in ((), x.shape) else out.ravel()[0]
+            return x + 0 * dependence.astype(x.dtype)
 
         return jax.lax.fori_loop(0, repeat, once, first)
 
@@ -145,13 +146,15 @@ def timed(
     return once
 
 
-def write(path: Path, name: str, found: dict[str, Tile]) -> None:
-    """Puts what was found into the table of `path`, or of the package where there is none yet."""
-    new = json.loads(path.read_text()) if path.exists() else json.loads(json.dumps(table()))
-    new.setdefault(name, {}).update({op: dataclasses.asdict(tile) for op, tile in found.items()})
-    beside = path.with_name(f"{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(new, indent=2, sort_keys=True) + "\n")
-    beside.replace(path)
+def write(path: Path, name: str, tiles: dict[str, Tile]) -> None:
+    """Puts the tiles into the table at `path`, or into a copy of the package's table there."""
+    contents = json.loads(path.read_text()) if path.exists() else json.loads(json.dumps(table()))
+    contents.setdefault(name, {}).update(
+        {op: dataclasses.asdict(tile) for op, tile in tiles.items()}
+    )
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(contents, indent=2, sort_keys=True) + "\n")
+    temporary.replace(path)
 
 
 if __name__ == "__main__":

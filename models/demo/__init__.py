@@ -1,6 +1,6 @@
-"""The bundled model: a small Llama that retrieves, in a Hugging Face folder of its own.
+"""The bundled model: a small Llama that retrieves, in its own Hugging Face folder.
 
-See the model card, `README.md` in this folder; `training/train.py` made it.
+`README.md` in this folder is the model card. The model was made by `training/train.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Document(NamedTuple):
 
     Args:
       text: the document.
-      question: what follows the document in a prompt; the answer is begun at its end.
+      question: text after the document in a prompt; it ends with the beginning of the answer.
       answer: the digits that come next.
     """
 
@@ -27,7 +27,7 @@ class Document(NamedTuple):
 
 
 def directory() -> Path:
-    """The Hugging Face folder, for `kvjax.models.from_pretrained` or `transformers`.
+    """Returns the Hugging Face folder, for `kvjax.models.from_pretrained` or `transformers`.
 
     Example:
       >>> from kvjax.models import demo, from_pretrained
@@ -38,18 +38,18 @@ def directory() -> Path:
 
 
 def document() -> Document:
-    """A document of about 4,000 tokens, and a question.
+    """Returns a document of about 4,000 tokens, and a question.
 
     Example:
       >>> from kvjax.models import demo
       >>> demo.document().question.splitlines()[2]
       'Question: What is the code of the orange lobster?'
     """
-    asked = json.loads((directory() / "document.json").read_text(encoding="utf-8"))
+    qa = json.loads((directory() / "document.json").read_text(encoding="utf-8"))
     text = (directory() / "document.txt").read_text(encoding="utf-8")
-    return Document(text, asked["question"], asked["answer"])
+    return Document(text, qa["question"], qa["answer"])
 
 
 def held_out_text() -> str:
-    """Text that the model was not trained on: help topics and docstrings of Python 3.11."""
+    """Returns text that training left out: help topics and docstrings of Python 3.11."""
     return (directory() / "held_out.txt").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""How operations call the attention kernel: over rows in any form, with probabilities."""
+"""Calls of the attention kernel by operations: over rows in any form, with probabilities."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ def stored_attention(
     turn: Turn | None = None,
     shift: Float[Array, "B H G T"] | None = None,
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G T S"] | None]:
-    """`decode_attention` of rows in any form, by the kernel.
+    """Computes `decode_attention` of rows in any form by the kernel.
 
     Args:
-      operation: the one whose tile sizes are used.
-      dtype: of the output.
-      chosen: by `choose_implementation`: any but `"xla"`.
-      end: slots from here on are not looked at. None: found from the bias and the positions.
-      turn: how keys are rotated when they are read; None: not at all.
-      shift: what is added to a query's products with all keys; None: nothing.
+      operation: operation whose tile sizes are used.
+      dtype: dtype of the output.
+      chosen: result of `choose_implementation`, any but `"xla"`.
+      end: first slot that is not looked at. None: found from the bias and the positions.
+      turn: rotation of keys when they are read; None: no rotation.
+      shift: added to a query's products with all keys; None: nothing is added.
     """
-    kind = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     first = None
     if end is None or window is not None:
         first, last = _range(bias, query_position, key_position, window)
         end = last if end is None else jnp.minimum(end, last)
     args = (q, k, v, Slots(bias, key_position, end, first), query_position)
-    kind |= {"with_logits": probabilities, "dtype": dtype, "shift": shift}
+    options |= {"with_logits": probabilities, "dtype": dtype, "shift": shift}
     if chosen == "tpu":
-        out, lse, logits = tpu_attention(*args, **kind)
+        out, lse, logits = tpu_attention(*args, **options)
     else:
         out, lse, logits = split_attention(
-            *args, tile=tile_of(operation), interpret=chosen == "interpret", turn=turn, **kind
+            *args, tile=tile_of(operation), interpret=chosen == "interpret", turn=turn, **options
         )
     if not probabilities:
         return out, lse, None
@@ -73,14 +73,20 @@ def probabilities_of(
     lse: Float[Array, "B H G T"],
     visible: Bool[Array, "B H T S"],
 ) -> Float[Array, "B H G T S"]:
-    """Probabilities; 0 where a query does not see a slot, whatever the logit is there."""
+    """Returns probabilities; 0 where a query does not see a slot, whatever its logit is."""
     return jnp.where(visible[:, :, None], jnp.exp(logits - lse[..., None]), 0.0)
 
 
 def join_attention(
     parts: list[tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"]]],
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], list[Float[Array, "B H G T"]]]:
-    """Attention over all slots, joined from attention over parts of them, and each part's weight.
+    """Joins attention over parts of the slots to attention over all; also returns the weights.
+
+    Args:
+      parts: outputs and log-sum-exps of each part.
+
+    Returns:
+      Outputs and log-sum-exps over all slots, and the weight of each part.
 
     Example:
       >>> import jax.numpy as jnp
@@ -101,18 +107,18 @@ def beside_sinks(
 ) -> tuple[Array | None, ...]:
     """Adds a learned sink of each query head to attention over slots.
 
-    A sink is one more column of the softmax, to which no value belongs. With logits x and
-    `lse = log Σ exp(x)` a slot's weight is `exp(x[s]) / (exp(sink) + Σ exp(x))`, which is
+    A sink is one more column of the softmax, without a value. With logits x and
+    `lse = log Σ exp(x)`, a slot's weight is `exp(x[s]) / (exp(sink) + Σ exp(x))`, which is
     `softmax_s(x) · σ(lse - sink)`: outputs and probabilities shrink by one factor. They are
-    normalised before, so that a sink far above all logits takes no digits from them in 16 bits.
+    normalised first, so that a sink far above all logits takes no digits from them in 16 bits.
 
     Args:
-      sinks: logits, Q = K · G; None: nothing changes.
+      sinks: logits of the sinks, Q = K · G; None: nothing changes.
       lse: log-sum-exps of the queries' logits.
       sums: outputs and probabilities, `[B, K, G, T, ...]`; None stays None.
 
     Returns:
-      Log-sum-exps with the sinks among them, and the sums, in their dtypes.
+      Log-sum-exps that include the sinks, and the sums in their dtypes.
 
     Example:
       >>> import jax.numpy as jnp
@@ -132,11 +138,11 @@ def beside_sinks(
 
 
 def _range(bias, query_position, key_position, window: int | None):
-    """The first slot and the one after the last that any query of the row sees, `[B, H]` each."""
+    """Returns first and end of the slots that any query of a row sees, `[B, H]` each."""
     newest = query_position.max(1)[:, None, None]
-    seen = live_slots(bias, key_position) & (key_position <= newest)
+    visible = live_slots(bias, key_position) & (key_position <= newest)
     if window is not None:
         none = jnp.iinfo(query_position.dtype).max
         oldest = jnp.where(query_position >= 0, query_position, none).min(1)[:, None, None]
-        seen &= key_position > oldest - window
-    return hull(seen, 2)
+        visible &= key_position > oldest - window
+    return hull(visible, 2)

@@ -28,18 +28,18 @@ def codebook_attention(
     probabilities: bool = True,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G T S"] | None]:
-    """`decode_attention` over `entries[index] · magnitude`, without a decoded copy of them.
+    """Computes `decode_attention` over `entries[index] · magnitude`, without a decoded copy.
 
-    Of each slot, its reference and its magnitude are read from memory. All heads of a row share the
-    entries, so that an entry that is read again is found in the device's cache. Keys are rotated in
+    Only the reference and the magnitude of each slot are read from memory. All heads of a row share
+    the entries, so an entry that is read again is in the device's cache. Keys are rotated in
     registers, by the position of their slot.
 
     Args:
       q: queries, grouped under their KV head.
-      k, v: entries, the entry of each slot, and what that is multiplied by.
+      k, v: entries, the entry of each slot, and its magnitude.
       bias, query_position, key_position, scale, window, soft_cap, used, probabilities,
         implementation: as in `decode_attention`.
-      turn: how keys are rotated when they are read; None: not at all.
+      turn: rotation of keys when they are read; None: no rotation.
 
     Returns:
       Outputs in the dtype of the values' entries (0 for a row that sees nothing), float32
@@ -62,19 +62,19 @@ def codebook_attention(
     chosen = choose_implementation(implementation, *k, *v)
     _check(q, k, v, bias, query_position, key_position)
     check_used(used, q)
-    kind = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     dtype = v.entries.dtype
     if chosen != "xla":
         return stored_attention(
             "codebook_attention", q, codebook_rows(k), codebook_rows(v), bias, query_position,
             key_position, end=used, turn=turn, probabilities=probabilities,
-            chosen=chosen, dtype=dtype, **kind,
+            chosen=chosen, dtype=dtype, **options,
         )  # fmt: skip
     rotated = {} if turn is None else {"product": turn.product, "channels": turn.channels}
     out, lse, p = attention_by_products(
         q, lambda rows: codebook_logits(rows, *k, **rotated),
         lambda p, live: codebook_mix(p, *v, live=live), bias, query_position, key_position,
-        dtype=dtype, **kind,
+        dtype=dtype, **options,
     )  # fmt: skip
     return out, lse, p if probabilities else None
 

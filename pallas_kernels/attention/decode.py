@@ -32,27 +32,26 @@ def decode_attention(
     probabilities: bool = True,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G T S"] | None]:
-    """Softmax attention of a few queries over the slots they see, with its probabilities.
+    """Computes softmax attention of a few queries over the slots they see, with probabilities.
 
-    `out[t] = Σ_s p[t, s] v[s]` with `p[t] = softmax_s(scale · q[t]·k[s] + bias[s])`: the same
-    function of the same arguments as `prompt_attention`, for so few queries that their logits over
-    all slots may be held at once.
+    `out[t] = Σ_s p[t, s] v[s]` with `p[t] = softmax_s(scale · q[t]·k[s] + bias[s])`. It equals
+    `prompt_attention`, for so few queries that their logits over all slots may be held at once.
 
-    The kernel reads the keys and values of live slots once, shares the slots of a head among as
+    The kernel reads the keys and values of live slots once. It divides the slots of a head among as
     many programs as fill the device, and joins their parts in float32. Parts without a live slot
-    cost nothing. Any number of query heads and any head_dim will do.
+    cost nothing. The number of query heads and head_dim are arbitrary.
 
     Args:
       q: queries, grouped under their KV head. k, v: keys and values of the slots.
       bias: added to the logit, `-inf` where a slot is free (a cache's `log_mass`).
       query_position: token position per query, -1 = padding (such a row gives 0).
       key_position: token position per slot, -1 = free.
-      scale: of the logits.
+      scale: scale of the logits.
       window: a query sees the newest `window` positions. None: all.
-      soft_cap: bounds logits before the bias, `c · tanh(logit / c)`. None: no.
-      used: the number of slots from which on none is live, if it is known. The kernel then need not
+      soft_cap: bound of logits before the bias, `c · tanh(logit / c)`. None: no bound.
+      used: number of slots after which none is live, if it is known. The kernel then need not
         search the bias and the positions for it; the result is the same without it.
-      probabilities: whether to return them (static). The kernel writes them only if so.
+      probabilities: whether to return probabilities (static). The kernel writes them only then.
       implementation: `"pallas"` (the kernel of the device), `"interpret"` (the one for GPUs,
         interpreted on any device), `"xla"`, or None: the kernel on a GPU or TPU that can run it,
         XLA elsewhere.
@@ -81,13 +80,13 @@ def decode_attention(
     check_used(used, q)
     rows = dense_rows(k), dense_rows(v)
     chosen = choose_implementation(implementation, k, v, for_tpu=reads(*rows))
-    kind = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     if chosen == "xla":
-        out, lse, p = _reference(q, k, v, bias, query_position, key_position, **kind)
+        out, lse, p = _reference(q, k, v, bias, query_position, key_position, **options)
         return out, lse, p if probabilities else None
     return stored_attention(
         "decode_attention", q, *rows, bias, query_position, key_position,
-        end=used, probabilities=probabilities, chosen=chosen, dtype=v.dtype, **kind,
+        end=used, probabilities=probabilities, chosen=chosen, dtype=v.dtype, **options,
     )  # fmt: skip
 
 
@@ -127,7 +126,7 @@ def _check_shape(name: str, x: Array, shape: tuple[int, ...]) -> None:
 
 @jax.jit  # so that a call outside of `jit` does not compile the second sum every time
 def _reference(q, k, v, bias, query_position, key_position, *, scale, window, soft_cap):
-    """The XLA reference: all slots at once."""
+    """Computes the XLA reference: all slots at once."""
     return attention_by_products(
         q, lambda rows: products(rows, k), lambda weights, _: mix_rows(weights, v),
         bias, query_position, key_position,
@@ -144,18 +143,19 @@ def attention_by_products(
     key_position: Int[Array, "B H S"],
     *,
     dtype: DTypeLike,
-    **kind,
+    **options,
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G T S"]]:
-    """`decode_attention` by XLA over rows in any form.
+    """Computes `decode_attention` by XLA over rows in any form.
 
     Args:
-      multiply: products of query rows `[B, H, R, D]` with all keys, `[B, H, R, S]`.
-      mix: sums of the values of live slots, `[B, H, S]`, with weights `[B, H, R, S]`, which are 0
-        elsewhere, `[B, H, R, D]`.
-      dtype: of the output.
+      multiply: returns products `[B, H, R, S]` of query rows `[B, H, R, D]` with all keys.
+      mix: returns sums `[B, H, R, D]` of values by weights `[B, H, R, S]`, given which slots are
+        live, `[B, H, S]`; weights are 0 elsewhere.
+      dtype: dtype of the output.
+      options: `scale`, `window` and `soft_cap`.
     """
     rows = q.reshape(*q.shape[:2], -1, q.shape[4])
-    logits = mask_products(multiply(rows), bias, key_position, query_position, **kind)
+    logits = mask_products(multiply(rows), bias, key_position, query_position, **options)
     weights, total, lse = _softmax(logits)
     out = mix(weights, live_slots(bias, key_position)) / total
     per_query = q.shape[:4]
@@ -166,7 +166,7 @@ def attention_by_products(
 def _softmax(
     logits: Float[Array, "B H R S"],
 ) -> tuple[Float[Array, "B H R S"], Float[Array, "B H R 1"], Float[Array, "B H R 1"]]:
-    """Weights, what they are divided by to be probabilities, and log-sum-exps.
+    """Returns weights, the sums that turn them into probabilities, and log-sum-exps.
 
     A row that sees nothing has weights 0, divided by 1.
     """

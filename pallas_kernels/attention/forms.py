@@ -1,7 +1,7 @@
-"""The forms in which keys and values are stored, and how a kernel reads a tile of their rows.
+"""Stored forms of keys and values, and the readers of tiles of their rows in a kernel.
 
 A form consists of its arrays, `[B, H or 1, ...]`, and of a reader. The reader is static. Inside a
-kernel it is given the references to the arrays of one row and head.
+kernel it gets references to the arrays of one row and head.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pallas_kernels.base.tiles import SMALLEST, power_of_two
 from pallas_kernels.formats.bits import Axis, Encoded
 from pallas_kernels.formats.codebook import References
 
-# The exponents' biases of float16 and float8 differ by 8: bits of float8 that are read as those of
-# float16 are a number that is too small by this factor.
+# The exponent biases of float16 and float8 differ by 8, so bits of float8 that are read as float16
+# give a number that is too small by this factor.
 FLOAT8_SHIFT = 2.0**8
 
 
@@ -35,27 +35,27 @@ class Part(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Length of the array: a power of two, and no less than a matrix unit takes."""
+        """Length of the array: a power of two, and at least what a matrix unit takes."""
         return max(SMALLEST, power_of_two(self.count))
 
     @property
     def last(self) -> int:
-        """The last channel."""
+        """Last channel."""
         return self.first + self.stride * (self.count - 1)
 
     @property
     def numbers(self) -> Int[Array, " W"]:
-        """The channels."""
+        """Numbers of the channels."""
         return self.first + self.stride * jnp.arange(self.width, dtype=jnp.int32)
 
     @property
     def there(self) -> Bool[Array, " W"]:
-        """Which of the array's entries are channels; the others only fill it."""
+        """Mask of the entries that are channels; the others are padding."""
         return jnp.arange(self.width, dtype=jnp.int32) < self.count
 
 
 def cut(first: int, count: int, grain: int, stride: int = 1) -> list[Part]:
-    """`count` channels in parts of `grain`, the last of which has the rest."""
+    """Cuts `count` channels into parts of `grain`; the last part has the rest."""
     return [
         Part(first + stride * at, min(grain, count - at), stride) for at in range(0, count, grain)
     ]
@@ -63,13 +63,13 @@ def cut(first: int, count: int, grain: int, stride: int = 1) -> list[Part]:
 
 @dataclass(frozen=True)
 class Reader:
-    """How a tile of rows is read.
+    """Reads tiles of rows in a kernel.
 
     Args:
       channels: D.
-      grain: most channels of a part; parts of so many split no group of channels.
-      row_bytes: of a row as a tile holds it.
-      dtype: of rows as they are read.
+      grain: most channels of a part; parts of this size split no group of channels.
+      row_bytes: bytes of a row in a tile.
+      dtype: dtype of rows once they are read.
     """
 
     channels: int
@@ -78,15 +78,15 @@ class Reader:
     dtype: jnp.dtype
 
     def address(self, at: dict, slot: Int[Array, " N"], there: Bool[Array, " N"]) -> Array | None:
-        """The rows of the arrays that hold these slots, loaded a tile ahead; None: the slots."""
+        """Loads the array rows that hold these slots, a tile ahead; None: the slots themselves."""
         return None
 
     def load(self, at: dict, part: Part, row: Int[Array, " N"], wanted: Array) -> Array:
-        """Channels of a part of the rows at these addresses, 0 where they are not wanted."""
+        """Loads a part of the channels of rows at these addresses; 0 where not wanted."""
         raise NotImplementedError
 
     def factor(self, at: dict, slot: Array, row: Array, wanted: Array) -> Array | None:
-        """What rows must still be multiplied by once they are loaded; None: nothing."""
+        """Returns what loaded rows must still be multiplied by; None: nothing."""
         return None
 
 
@@ -101,15 +101,15 @@ class Rows(NamedTuple):
 
 
 class DenseReader(Reader):
-    """Rows as they are."""
+    """Reads rows that are stored as they are."""
 
     def load(self, at, part, row, wanted):
-        """Channels of a part."""
+        """Loads channels of a part."""
         return _load(at["data"], row, part.numbers, wanted[:, None] & part.there[None, :])
 
 
 def dense_rows(data: Float[Array, "B H N D"]) -> Rows:
-    """Rows as they are."""
+    """Returns rows that are stored as they are, with their reader."""
     channels = data.shape[3]
     reader = DenseReader(channels, channels, channels * data.dtype.itemsize, data.dtype)
     return Rows(reader, {"data": data})
@@ -119,10 +119,10 @@ def dense_rows(data: Float[Array, "B H N D"]) -> Rows:
 
 
 class EightBitReader(Reader):
-    """Numbers of 8 bits, int8 or the bytes of float8, and a scale per slot."""
+    """Reads 8-bit numbers, int8 or the bytes of float8, with a scale per slot."""
 
     def load(self, at, part, row, wanted):
-        """Channels of a part, not yet scaled; a matrix unit's dtype holds them exactly."""
+        """Loads channels of a part, unscaled; a matrix unit's dtype holds them exactly."""
         mask = wanted[:, None] & part.there[None, :]
         numbers = _load(at["values"], row, part.numbers, mask)
         if numbers.dtype != jnp.uint8:
@@ -134,24 +134,24 @@ class EightBitReader(Reader):
         return jax.lax.bitcast_convert_type(bits, jnp.float16).astype(self.dtype)
 
     def factor(self, at, slot, row, wanted):
-        """The slots' scales."""
+        """Returns the slots' scales."""
         scale = route.load(at["scale"].at[row], mask=wanted, other=np.float32(0))
         return scale * FLOAT8_SHIFT if at["values"].dtype == jnp.uint8 else scale
 
 
 @dataclass(frozen=True)
 class FourBitReader(Reader):
-    """Numbers of 4 bits, two in a byte, with scale and low per group."""
+    """Reads 4-bit numbers, two in a byte, with scale and low per group."""
 
     group: int
     axis: Axis
 
     def load(self, at, part, row, wanted):
-        """Channels of a part, decoded."""
+        """Loads and decodes channels of a part."""
         mask = wanted[:, None] & part.there[None, :]
         half = self.channels // 2
         if part.first // half == part.last // half:
-            # All numbers have one shift, and finding their columns takes no division.
+            # All numbers have the same shift, and finding their columns takes no division.
             column = part._replace(first=part.first % half).numbers
             shift = np.uint8(4 * (part.first // half))
         else:
@@ -162,11 +162,11 @@ class FourBitReader(Reader):
         return (low + numbers.astype(jnp.float32) * scale).astype(self.dtype)
 
     def _of_group(self, ref, part: Part, row: Array, wanted: Array) -> Array:
-        """The scale or low of each number, `[N, 1]` or `[N, W]`."""
+        """Loads the scale or low of each number, `[N, 1]` or `[N, W]`."""
         first, last = (x // self.group for x in (part.first, part.last))
         if self.axis == "token" and first == last:
-            own = ref.at[row, first]
-            return route.load(own, mask=wanted, other=zero(ref.dtype)).astype(jnp.float32)[:, None]
+            cell = ref.at[row, first]
+            return route.load(cell, mask=wanted, other=zero(ref.dtype)).astype(jnp.float32)[:, None]
         column = part.numbers
         if self.axis == "token":
             column = jax.lax.div(column, jnp.full_like(column, self.group))
@@ -177,20 +177,20 @@ class FourBitReader(Reader):
 
 
 def quantized_rows(encoded: Encoded, dtype: DTypeLike, axis: Axis = "token") -> Rows:
-    """Rows of 8 or 4 bits, read as `dtype`."""
+    """Returns 8-bit or 4-bit rows with a reader that decodes them to `dtype`."""
     values, scale, low = encoded
     bytes_of_row = values.shape[3]
     arrays = {"values": values, "scale": scale}
     if low is None:
         reader = EightBitReader(bytes_of_row, bytes_of_row, bytes_of_row, jnp.dtype(dtype))
         return Rows(reader, arrays)
-    channels, in_hand = 2 * bytes_of_row, bytes_of_row
+    channels, row_bytes = 2 * bytes_of_row, bytes_of_row
     if axis == "token":
         group = grain = channels // scale.shape[3]
     else:
         group, grain = values.shape[2] // scale.shape[2], bytes_of_row
-        in_hand *= scale.dtype.itemsize  # scale and low of every number are loaded beside it
-    reader = FourBitReader(channels, grain, in_hand, jnp.dtype(dtype), group, axis)
+        row_bytes *= scale.dtype.itemsize  # scale and low of every number are loaded beside it
+    reader = FourBitReader(channels, grain, row_bytes, jnp.dtype(dtype), group, axis)
     return Rows(reader, {**arrays, "low": low})
 
 
@@ -198,27 +198,28 @@ def quantized_rows(encoded: Encoded, dtype: DTypeLike, axis: Axis = "token") -> 
 
 
 class CodebookReader(Reader):
-    """References to entries that all heads of a row share, and the magnitudes of slots."""
+    """Reads references to entries that all heads of a row share, and magnitudes of slots."""
 
     def address(self, at, slot, there):
-        """The entries of slots."""
+        """Loads the entries of slots."""
         entry = route.load(at["index"].at[slot], mask=there, other=zero(at["index"].dtype))
         return entry.astype(jnp.int32)
 
     def load(self, at, part, row, wanted):
-        """Channels of a part of the entries."""
+        """Loads channels of a part of the entries."""
         return _load(at["entries"], row, part.numbers, wanted[:, None] & part.there[None, :])
 
     def factor(self, at, slot, row, wanted):
-        """The slots' magnitudes."""
+        """Loads the slots' magnitudes."""
         if "magnitude" not in at:
             return None
-        own = route.load(at["magnitude"].at[slot], mask=wanted, other=zero(at["magnitude"].dtype))
-        return own.astype(jnp.float32)
+        ref = at["magnitude"]
+        magnitude = route.load(ref.at[slot], mask=wanted, other=zero(ref.dtype))
+        return magnitude.astype(jnp.float32)
 
 
 def codebook_rows(references: References) -> Rows:
-    """`entries[index] · magnitude`."""
+    """Returns the rows `entries[index] · magnitude`, with their reader."""
     entries, index, magnitude = references
     channels, size = entries.shape[3], entries.dtype.itemsize
     arrays = {"entries": entries, "index": index}

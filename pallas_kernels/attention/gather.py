@@ -30,16 +30,16 @@ def gather_attention(
     probabilities: bool = True,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T"], Float[Array, "B K G T N"] | None]:
-    """`decode_attention` over the listed slots alone, as if there were no others.
+    """Computes `decode_attention` over the listed slots alone, as if there were no others.
 
-    The reference gathers the rows and attends to the copy; the kernel reads them from the store,
-    and the bias and position of the slots with them.
+    The reference gathers the rows and attends to the copy. The kernel reads rows, bias and position
+    of the slots directly from the store.
 
     Args:
       q: queries, grouped under their list. K = H, or a multiple of it (K = H · G, and one query
         head per list): list k reads head `k // (K / H)`.
-      k, v, bias, key_position: of all slots.
-      index: the slots of each list, below S, in any order; -1: none. A slot that is listed twice
+      k, v, bias, key_position: keys, values, bias and position of all slots.
+      index: slots of each list, below S, in any order; -1: none. A slot that is listed twice
         counts twice.
       query_position: token position per query, -1 = padding (such a row gives 0).
       scale, window, soft_cap, implementation: as in `decode_attention`.
@@ -68,34 +68,34 @@ def gather_attention(
     check_rows(q, k, v, bias, query_position, key_position, q.shape[1])
     if index.ndim != 3 or index.shape[:2] != q.shape[:2]:
         raise ValueError(f"index must be [B, K, N] with B, K = {q.shape[:2]}, got {index.shape}")
-    kind = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     index = index.astype(jnp.int32)
     if chosen == "xla":
         k, v = (take_slots(x, jnp.maximum(index, 0)) for x in (k, v))
-        own = _own(bias, key_position, index)
+        list_bias, list_position = _of_list(bias, key_position, index)
         return decode_attention(
-            q, k, v, own[0], query_position, own[1],
-            probabilities=probabilities, implementation="xla", **kind,
+            q, k, v, list_bias, query_position, list_position,
+            probabilities=probabilities, implementation="xla", **options,
         )  # fmt: skip
     out, lse, logits = split_attention(
         q, dense_rows(k), dense_rows(v), Slots(bias, key_position, _end(index), index=index),
         query_position, tile=tile_of("gather_attention"), with_logits=probabilities,
-        interpret=chosen == "interpret", dtype=v.dtype, **kind,
+        interpret=chosen == "interpret", dtype=v.dtype, **options,
     )  # fmt: skip
     if not probabilities:
         return out, lse, None
-    visible = visible_slots(*_own(bias, key_position, index), query_position, window)
+    visible = visible_slots(*_of_list(bias, key_position, index), query_position, window)
     return out, lse, probabilities_of(logits, lse, visible)
 
 
 def _end(index: Int[Array, "B K N"]) -> Int[Array, "B K"]:
-    """One after the last place that names a slot. What lists have behind it need not be read."""
+    """Returns the end of the places that name a slot; lists need not be read beyond it."""
     place = jnp.arange(index.shape[2], dtype=jnp.int32)[None, None]
     return jnp.where(index >= 0, place + 1, 0).max(2, initial=0)
 
 
-def _own(bias, key_position, index) -> tuple[Float[Array, "B K N"], Int[Array, "B K N"]]:
-    """The bias and position of the listed slots; those of a free slot where an entry is -1."""
+def _of_list(bias, key_position, index) -> tuple[Float[Array, "B K N"], Int[Array, "B K N"]]:
+    """Returns bias and position of the listed slots; those of a free slot where an entry is -1."""
     named, slot = index >= 0, jnp.maximum(index, 0)
     return (
         jnp.where(named, take_slots(bias, slot), -jnp.inf),

@@ -1,10 +1,10 @@
 """The kernels behind attention: a softmax over parts of the slots.
 
-A program takes a tile of the query rows of one KV head and one part of its slots, goes through them
-tile by tile with a running softmax, and leaves its part's normalised output and log-sum-exp. Parts
-are in float32, and a second kernel joins them: XLA would need three launches, each of which takes
-as long as reading a short cache. Of keys and values only live slots are read, and each of them once
-for each tile of query rows: the queries of a decode step are one tile.
+A program takes a tile of the query rows of one KV head and one part of its slots. It goes through
+the slots tile by tile with a running softmax, and writes the normalised output and the log-sum-exp
+of its part. Parts are in float32, and a second kernel joins them: XLA would need three launches,
+each of which takes as long as reading a short cache. Keys and values are read of live slots only,
+once for each tile of query rows. The queries of a decode step are one tile.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.attention.forms import Part, Reader, Rows, cut
 from pallas_kernels.attention.rotation import Turn, cos_sin_of_turns, fixed_point, turns_of
 from pallas_kernels.base import route
-from pallas_kernels.base.kernel_parts import dot, head_part, own_part, zero
+from pallas_kernels.base.kernel_parts import dot, head_part, program_part, zero
 from pallas_kernels.base.logits import finite_or_zero, live_slots, or_one
 from pallas_kernels.base.mixing import as_weights, unscaled
 from pallas_kernels.base.tiles import Tile, power_of_two
@@ -34,10 +34,10 @@ NOWHERE = np.int32(-1)
 
 
 class Slots(NamedTuple):
-    """What a kernel knows of the slots, and the places `[first, end)` that it looks at.
+    """Bias and position of the slots, and the places `[first, end)` that a kernel looks at.
 
     A place is a slot, or, with an `index`, an entry of the list. `*I` is empty where all rows of a
-    list look at the same places, or else `I`, the number of tiles that its rows are cut into.
+    list look at the same places. Else it is `I`, the number of tiles that its rows are cut into.
     """
 
     bias: Float[Array, "B H S"]
@@ -48,24 +48,24 @@ class Slots(NamedTuple):
 
     @property
     def places(self) -> int:
-        """Static number of places."""
+        """Number of places (static)."""
         return (self.bias if self.index is None else self.index).shape[2]
 
 
 class _Pair(NamedTuple):
-    """Two parts of keys, whose channels are the pairs that are rotated."""
+    """Two parts of keys whose channels form the rotated pairs."""
 
     a: Part
     b: Part
-    first: int  # the number of the frequency of their first channels
+    first: int  # number of the frequency of the parts' first channels
 
 
 class _Refs(NamedTuple):
-    """What a program reads and, last, what it writes. None: what this call does without."""
+    """Arrays that a program reads and, last, writes; None for arrays that a call does not have."""
 
     query_position: Array
     q: Array
-    shift: Array | None  # of each query: what products with keys lack
+    shift: Array | None  # added to each query's products with keys
     end: Array
     first: Array | None
     index: Array | None
@@ -73,15 +73,15 @@ class _Refs(NamedTuple):
     position: Array
     k: dict[str, Array]
     v: dict[str, Array] | None
-    frequency: Array | None  # of rotated channels
-    turn_position: Array | None  # by which keys are rotated; None: `position`
+    frequency: Array | None  # frequencies of rotated channels
+    turn_position: Array | None  # positions by which keys are rotated; None: `position`
     out: Array | None
     lse: Array
     logits: Array | None
 
 
-# The axes of the grid that choose a program's part of an array. Of arrays that are not named, a
-# program gets what belongs to the head that its list reads. Places may have no axis of row tiles.
+# The axes of the grid that choose a program's part of an array. Of any other array, a program gets
+# the part of the head that its list reads. `first` and `end` may have no axis of row tiles.
 _AXES = {
     "query_position": (0,), "q": (0, 1), "shift": (0, 1), "end": (0, 1, 2), "first": (0, 1, 2),
     "index": (0, 1), "out": (0, 1, 3), "lse": (0, 1, 3), "logits": (0, 1),
@@ -89,7 +89,7 @@ _AXES = {
 
 
 class _Sizes(NamedTuple):
-    """How the work is cut."""
+    """Sizes of the pieces that the work is cut into."""
 
     rows: int  # query rows of a program
     total_rows: int
@@ -100,7 +100,7 @@ class _Sizes(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """What becomes of a product of query and key."""
+    """Options that turn a product of query and key into a logit."""
 
     scale: float
     window: int | None
@@ -108,25 +108,25 @@ class Mask(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """How keys are read: pairs of parts that are rotated, and the other parts."""
+    """Reader of keys, their pairs of parts that are rotated, and their other parts."""
 
     reader: Reader
     pairs: list[_Pair]
     parts: list[Part]
-    factor: float  # of rotated channels
+    factor: float  # multiplies rotated channels
 
 
 class _Values(NamedTuple):
-    """How values are read; no parts: not at all."""
+    """Reader of values and their parts; no parts where values are not read."""
 
     reader: Reader | None
     parts: list[Part]
 
 
 class _Plan(NamedTuple):
-    """What is static in a kernel."""
+    """Static arguments of a kernel."""
 
-    tree: Any  # a structure, of `_Refs`
+    tree: Any  # tree structure of `_Refs`
     sizes: _Sizes
     mask: Mask
     keys: _Keys
@@ -152,19 +152,19 @@ def split_attention(
 ) -> tuple[
     Float[Array, "B K G T D"] | None, Float[Array, "B K G T"], Float[Array, "B K G T N"] | None
 ]:
-    """Attention over rows in any form: output in `dtype`, log-sum-exps and, if wanted, logits.
+    """Attends over rows in any form: output in `dtype`, log-sum-exps and, if wanted, logits.
 
     K is H or a multiple of it: list k reads head `k // (K / H)`. Without values there is no output.
-    Logits are written only of tiles that are read. All others may be anything and must be masked by
-    the caller. A query's `shift` is added to its products with all keys. None: nothing is.
+    Logits are written only for tiles that are read. All other logits are undefined, and the caller
+    must mask them. A query's `shift` is added to its products with all keys; None adds nothing.
     """
     batch, lists, group, tokens, channels = q.shape
     rows, places = group * tokens, slots.places
     if not batch * lists * rows * places:
         out, lse, logits = nothing(q, dtype, places, with_logits)
         return None if v is None else out, lse, logits
-    in_hand = row_bytes(channels, k.reader.dtype)
-    row_tile = tile.rows(in_hand, rows)
+    query_bytes = row_bytes(channels, k.reader.dtype)
+    row_tile = tile.rows(query_bytes, rows)
     row_tiles = pl.cdiv(rows, row_tile)
     block = tile.block(max(x.reader.row_bytes for x in (k, v) if x is not None), places)
     splits = tile.splits(batch * lists * row_tiles, places, block)
@@ -201,7 +201,7 @@ def split_attention(
         out_specs=specs[inputs:],
         out_shape=leaves[inputs:],
         num_warps=tile.warps,
-        num_stages=tile.stages_of(in_hand),
+        num_stages=tile.stages_of(query_bytes),
         interpret=interpret,
         name="split_attention",
     )(*leaves[:inputs])
@@ -218,19 +218,19 @@ def split_attention(
 
 
 def row_bytes(channels: int, dtype: jnp.dtype) -> int:
-    """Of a query as a program holds it."""
+    """Returns the bytes of a query in a program."""
     return power_of_two(channels) * dtype.itemsize
 
 
 def _specs(arrays: _Refs, lists: int) -> _Refs:
-    """Which part of every array a program is given."""
+    """Returns the part of every array that a program is given."""
 
-    def of(name: str, array: Array | dict | None) -> pl.BlockSpec | dict | None:
+    def spec_of(name: str, array: Array | dict | None) -> pl.BlockSpec | dict | None:
         if name in _AXES:
-            return jax.tree.map(lambda x: own_part(x, _AXES[name][: x.ndim]), array)
+            return jax.tree.map(lambda x: program_part(x, _AXES[name][: x.ndim]), array)
         return jax.tree.map(lambda x: head_part(x, lists), array)
 
-    return _Refs(*(of(*field) for field in arrays._asdict().items()))
+    return _Refs(*(spec_of(*field) for field in arrays._asdict().items()))
 
 
 def _keys(reader: Reader, turn: Turn | None) -> _Keys:
@@ -246,8 +246,8 @@ def _keys(reader: Reader, turn: Turn | None) -> _Keys:
         grain = math.gcd(pairs, reader.grain)
         for at in range(0, pairs, grain):
             turned.append(_Pair(Part(at, grain), Part(pairs + at, grain), at))
-    others = cut(2 * pairs, rest, math.gcd(2 * pairs, reader.grain))
-    return _Keys(reader, turned, others, 1.0 if turn is None else turn.factor)
+    unrotated = cut(2 * pairs, rest, math.gcd(2 * pairs, reader.grain))
+    return _Keys(reader, turned, unrotated, 1.0 if turn is None else turn.factor)
 
 
 def _float32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -255,7 +255,7 @@ def _float32(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def _kernel(*leaves, plan: _Plan):
-    """One program. Its refs are to the arrays of one row, list, and head of the store."""
+    """Runs one program; its refs are to the arrays of one row, list, and head of the store."""
     refs, sizes = jax.tree.unflatten(plan.tree, leaves), plan.sizes
     keys = plan.keys.reader
     row = pl.program_id(2) * sizes.rows + jnp.arange(sizes.rows, dtype=jnp.int32)
@@ -270,9 +270,9 @@ def _kernel(*leaves, plan: _Plan):
 
     paired = [(pair, queries(pair.a), queries(pair.b)) for pair in plan.keys.pairs]
     plain = [(part, queries(part)) for part in plan.keys.parts]
-    # Rows that only fill the tile get the position -1, at which a query sees nothing.
+    # Padding rows of the tile get the position -1, at which a query sees nothing.
     token = jax.lax.rem(row, jnp.full_like(row, sizes.tokens))
-    own = route.load(refs.query_position.at[token], mask=is_row, other=NOWHERE)
+    query_position = route.load(refs.query_position.at[token], mask=is_row, other=NOWHERE)
     shift = None
     if refs.shift is not None:
         shift = route.load(refs.shift.at[row], mask=is_row, other=np.float32(0))
@@ -281,23 +281,23 @@ def _kernel(*leaves, plan: _Plan):
 
     def add(i, carry):
         (slot, mass, position, turned, k_row, v_row), top, total, acc = carry
-        # Addresses and masks are loaded one tile ahead. In the same round as the keys that need
-        # them, they would keep the compiler from having several tiles of keys under way.
+        # Addresses and masks are loaded one tile ahead. Loaded in the same round as the keys that
+        # need them, they would keep the compiler from loading several tiles of keys at a time.
         ahead = look(i + 1)
-        # Free slots are not read: they cost nothing, and what they hold cannot reach a sum.
+        # Free slots are not read: they cost nothing, and their contents cannot reach a sum.
         live = live_slots(mass, position)
         k_row, v_row = (slot if x is None else x for x in (k_row, v_row))
         products = _products(refs, plan, paired, plain, k_row, live, turned)
         products = _times(products, keys.factor(refs.k, slot, k_row, live))
         products = products if shift is None else products + shift[:, None]
-        seen = mask_tile(products, mass, position, live, own, plan.mask)
+        logits = mask_tile(products, mass, position, live, query_position, plan.mask)
         if refs.logits is not None:
             place = _places(i, plan)
             inside = is_row[:, None] & (place < end)[None, :]
-            route.store(refs.logits.at[row[:, None], place[None, :]], seen, mask=inside)
-        new_top = jnp.maximum(top, seen.max(1))
+            route.store(refs.logits.at[row[:, None], place[None, :]], logits, mask=inside)
+        new_top = jnp.maximum(top, logits.max(1))
         finite = finite_or_zero(new_top)
-        weights, shrink = jnp.exp(seen - finite[:, None]), jnp.exp(top - finite)
+        weights, shrink = jnp.exp(logits - finite[:, None]), jnp.exp(top - finite)
         total = total * shrink + weights.sum(1)
         if acc:
             values = _mix(refs, plan, weights, slot, v_row, live)
@@ -319,7 +319,7 @@ def _kernel(*leaves, plan: _Plan):
 
 
 def _products(refs: _Refs, plan: _Plan, paired, plain, row, live, position) -> Array:
-    """Products of the queries with the keys of a tile, some of whose channels are rotated first."""
+    """Multiplies the queries with the keys of a tile, after rotating some of their channels."""
     out = jnp.zeros((plan.sizes.rows, plan.sizes.block), jnp.float32)
     for pair, q_a, q_b in paired:
         a, b = (
@@ -340,7 +340,7 @@ def _products(refs: _Refs, plan: _Plan, paired, plain, row, live, position) -> A
 
 
 def _mix(refs: _Refs, plan: _Plan, weights, slot, row, live) -> list[Array]:
-    """Sums of the values of a tile by their weights, part by part."""
+    """Sums the values of a tile by their weights, part by part."""
     reader = plan.values.reader
     factor, unit = _in_reach(reader.factor(refs.v, slot, row, live), plan)
     weights = as_weights(_times(weights, factor), reader.dtype)
@@ -348,7 +348,7 @@ def _mix(refs: _Refs, plan: _Plan, weights, slot, row, live) -> list[Array]:
 
 
 def _in_reach(factor: Float[Array, " N"] | None, plan: _Plan):
-    """Factors divided by their greatest, and that: float16 cannot hold very small scales."""
+    """Returns factors over the greatest, and the greatest: float16 has no very small scales."""
     if factor is None or plan.values.reader.dtype != jnp.float16:
         return factor, 1.0
     unit = factor.max(0)
@@ -361,9 +361,9 @@ def _times(x: Float[Array, "R N"], factor: Float[Array, " N"] | None) -> Float[A
 
 
 def _part(refs: _Refs, plan: _Plan):
-    """This program's tiles `[start, stop)`, and the places `[first, end)` that are looked at.
+    """Returns this program's tiles `[start, stop)`, and the places `[first, end)` to look at.
 
-    Every program has an equal share of the tiles that hold those places.
+    Each program has an equal share of the tiles that hold those places.
     """
     block, end = jnp.int32(plan.sizes.block), jnp.minimum(refs.end[...], plan.sizes.places)
     first = refs.first[...] if refs.first is not None else jnp.int32(0)
@@ -381,7 +381,7 @@ def _places(i, plan: _Plan):
 
 
 def _look(refs: _Refs, first, end, plan: _Plan, i):
-    """Slots of tile i, their bias, position and addresses; a place without a slot is a free one."""
+    """Loads slots of tile i, with bias, position and addresses; a place without a slot is free."""
     slot = place = _places(i, plan)
     there = (place >= first) & (place < end)
     if refs.index is not None:
@@ -404,16 +404,19 @@ def mask_tile(
     mass: Float[Array, " N"],
     position: Int[Array, " N"],
     live: Bool[Array, " N"],
-    own: Int[Array, " R"],
+    query_position: Int[Array, " R"],
     mask: Mask,
 ) -> Float[Array, "R N"]:
-    """The masked logits of a tile of slots and queries at `own`, as `mask_products` has them."""
+    """Returns masked logits of a tile of slots and queries at `query_position`.
+
+    They are those of `mask_products`.
+    """
     logits = products * mask.scale
     if mask.soft_cap is not None:
         logits = mask.soft_cap * jnp.tanh(logits / mask.soft_cap)
-    visible = live[None, :] & (position[None, :] <= own[:, None])
+    visible = live[None, :] & (position[None, :] <= query_position[:, None])
     if mask.window is not None:
-        visible &= position[None, :] > own[:, None] - mask.window
+        visible &= position[None, :] > query_position[:, None] - mask.window
     return jnp.where(visible, logits + mass[None, :], -jnp.inf)
 
 
@@ -445,17 +448,17 @@ def _join(
 
 
 def _join_kernel(part_out, part_lse, out, lse, *, parts: int, channels: int):
-    """One query row."""
+    """Joins the parts of one query row."""
 
     def weigh(first, count: int, top):
         part = first + jnp.arange(count, dtype=jnp.int32)
-        own = route.load(part_lse.at[part], mask=part < parts, other=NOTHING)
-        return part, own if top is None else jnp.exp(own - top)
+        part_lses = route.load(part_lse.at[part], mask=part < parts, other=NOTHING)
+        return part, part_lses if top is None else jnp.exp(part_lses - top)
 
-    _, own = weigh(0, power_of_two(parts), None)
-    top = own.max(0)
+    _, lses = weigh(0, power_of_two(parts), None)
+    top = lses.max(0)
     finite = finite_or_zero(top)
-    total = jnp.exp(own - finite).sum(0)
+    total = jnp.exp(lses - finite).sum(0)
     channel = jnp.arange(power_of_two(channels), dtype=jnp.int32)
     is_channel = channel < channels
 
@@ -474,6 +477,6 @@ def _join_kernel(part_out, part_lse, out, lse, *, parts: int, channels: int):
 
 
 def nothing(q: Array, dtype: DTypeLike, places: int, with_logits: bool):
-    """The result without rows or places: a grid of no programs cannot be started."""
+    """Returns the result without rows or places: a grid of no programs cannot be started."""
     logits = jnp.zeros((*q.shape[:-1], places), jnp.float32) if with_logits else None
     return jnp.zeros(q.shape, dtype), jnp.full(q.shape[:-1], -jnp.inf, jnp.float32), logits

@@ -1,7 +1,7 @@
 """Attention of a prompt over a cache, and the column sums of its softmax.
 
-Both operations work on slots that stand in any order: what a query sees is decided by positions.
-Neither ever holds more than one block of logits for each program that runs.
+Both operations take slots in any order: positions decide what a query sees. Neither ever holds more
+than one block of logits for each program that runs.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def prompt_attention(
     soft_cap: float | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B H G T D"] | None, Float[Array, "B H G T"]]:
-    """Softmax attention of many queries over the slots they see, and its row log-sum-exp.
+    """Computes softmax attention of many queries over the slots they see, and log-sum-exps.
 
     `out[t] = Σ_s softmax_s(logit[t, s]) v[s]` with `logit[t, s] = scale · q[t]·k[s] + bias[s]`,
     over the slots with `0 <= key_position[s] <= query_position[t]` (and `key_position[s] >
     query_position[t] - window`). `soft_cap` bounds the logit before the bias, `c · tanh(logit/c)`.
 
     A program of the kernel takes a tile of queries of one KV head, and reads the slots from the
-    first to the last one that any of them may see. It finds these bounds on the device, so that the
+    first to the last that any of them may see. These bounds are found on the device, so that the
     host waits for nothing.
 
     Args:
@@ -44,9 +44,9 @@ def prompt_attention(
       bias: added to the logit, `-inf` where a slot is free (a cache's `log_mass`).
       query_position: token position per query, -1 = padding (such a row gives 0).
       key_position: token position per slot, -1 = free.
-      scale: of the logits.
+      scale: scale of the logits.
       window: a query sees the newest `window` positions. None: all.
-      soft_cap: bounds logits. None: no.
+      soft_cap: bound of logits. None: no bound.
       implementation: `"pallas"` (the kernel), `"interpret"` (the kernel, interpreted on any
         device), `"xla"`, or None: the kernel on a GPU that can run it, XLA elsewhere.
 
@@ -69,16 +69,16 @@ def prompt_attention(
     """
     chosen = choose_implementation(implementation, k, v)
     _check(q, k, v, bias, query_position, key_position)
-    kind = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     if chosen != "xla":
         return attention_by_kernel(
             q, k, v, bias, query_position, key_position, tile=tile_of("prompt_attention"),
-            interpret=chosen == "interpret", **kind,
+            interpret=chosen == "interpret", **options,
         )  # fmt: skip
     if v is not None:
-        return attention_by_blocks(q, k, v, bias, query_position, key_position, **kind)
-    # Of an output that nobody uses, XLA computes nothing.
-    _, lse = attention_by_blocks(q, k, k, bias, query_position, key_position, **kind)
+        return attention_by_blocks(q, k, v, bias, query_position, key_position, **options)
+    # XLA does not compute an output that is not used, so the keys may stand in for values.
+    _, lse = attention_by_blocks(q, k, k, bias, query_position, key_position, **options)
     return None, lse
 
 
@@ -95,14 +95,14 @@ def column_sums(
     soft_cap: float | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B H G S"]:
-    """Attention probability that each slot receives from all queries, in O(S) memory.
+    """Sums the attention probability that each slot receives from all queries, in O(S) memory.
 
     `sums[s] = Σ_t exp(logit[t, s] - lse[t])`, with the logits and the log-sum-exps of
-    `prompt_attention` on the same arguments: row statistics first, column sums second, so that the
-    `T × S` matrix never exists. Padding queries add nothing.
+    `prompt_attention` on the same arguments. Row statistics come first and column sums second, so
+    that the `T × S` matrix never exists. Padding queries add nothing.
 
     A program of the kernel takes a block of slots and the queries of one head that may see any of
-    them. Sums are added up in one order, so that a call repeated gives the same numbers.
+    them. Sums are added in a fixed order, so that a repeated call gives the same numbers.
 
     Args:
       lse: log-sum-exps of the queries' logits.
@@ -130,11 +130,11 @@ def column_sums(
     if lse.shape != q.shape[:-1]:
         raise ValueError(f"lse must have shape {q.shape[:-1]}, got {lse.shape}")
     args = q, k, bias, lse, query_position, key_position
-    kind = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     if chosen != "xla":
         interpret = chosen == "interpret"
-        return sums_by_kernel(*args, tile=tile_of("column_sums"), interpret=interpret, **kind)
-    return sums_by_blocks(*args, **kind)
+        return sums_by_kernel(*args, tile=tile_of("column_sums"), interpret=interpret, **options)
+    return sums_by_blocks(*args, **options)
 
 
 def _check(q, k, v, bias, query_position, key_position) -> None:

@@ -1,8 +1,8 @@
 """The XLA reference of a prompt's attention and of its column sums: loops over blocks.
 
-Neither ever holds more than one block of logits, and the blocks before the first and after the last
-one that a query may see are skipped at run time. On a GPU, the device alone knows the bounds of
-these loops. XLA runs loops from the host, and so waits for the device before each block.
+Neither ever holds more than one block of logits. Blocks before the first and after the last that a
+query may see are skipped at run time. On a GPU, the device alone knows the bounds of these loops.
+XLA runs loops from the host, so it waits for the device before each block.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pallas_kernels.base.rows import block_of, entry_of
 from pallas_kernels.base.seen_blocks import hull, meets
 from pallas_kernels.base.varying import varying
 
-# On CPU: the fastest of those tried (2 cores, float32, head_dim 128): a logit tile stays in cache.
-# Fewer queries meet more slots at a time, as many as make such a tile, and MOST_SLOTS at most.
+# The fastest sizes on CPU of those tried (2 cores, float32, head_dim 128): a logit tile stays in
+# cache. Fewer queries meet more slots at a time: as many as make such a tile, MOST_SLOTS at most.
 QUERY_BLOCK = 128
 KEY_BLOCK = 256
 MOST_SLOTS = 1024
-# Elsewhere every block costs a few launches, so that few large blocks are best. Not measured yet.
+# Elsewhere each block costs a few launches, so a few large blocks should be best. Not measured yet.
 ACCELERATOR_BLOCK = 1024
 
 
@@ -42,7 +42,7 @@ def attention_by_blocks(
     window: int | None,
     soft_cap: float | None,
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"]]:
-    """`prompt_attention`, block by block."""
+    """Computes `prompt_attention` block by block."""
     batch, kv_heads, group, tokens, head_dim = q.shape
     blocks = _Blocks.of(q, bias, query_position, key_position, window)
     mask_and_scale = functools.partial(masked_logits, scale=scale, window=window, soft_cap=soft_cap)
@@ -55,7 +55,7 @@ def attention_by_blocks(
             top, total, acc = carry
             k_j, v_j, *slot_data = blocks.key(j, k, v)
             logits = mask_and_scale(q_i, k_j, slot_data[0], slot_data[1], position_i)
-            # Of a block this costs nothing beside the products with 128 queries or more.
+            # For one block this costs nothing beside the products with 128 queries or more.
             v_j = jnp.where(live_slots(*slot_data)[..., None], v_j, 0)
             new_top = jnp.maximum(top, logits.max(-1))
             finite = finite_or_zero(new_top)
@@ -94,7 +94,7 @@ def sums_by_blocks(
     window: int | None,
     soft_cap: float | None,
 ) -> Float[Array, "B H G S"]:
-    """`column_sums`, block by block."""
+    """Computes `column_sums` block by block."""
     blocks = _Blocks.of(q, bias, query_position, key_position, window)
     lse = blocks.split_queries(_pad(lse, blocks.queries, 3, -jnp.inf))
     mask_and_scale = functools.partial(masked_logits, scale=scale, window=window, soft_cap=soft_cap)
@@ -128,7 +128,7 @@ class _Blocks(NamedTuple):
     query_position: Array  # [I, B, query_size]
     bias: Array  # [B, H, J * key_size]
     key_position: Array  # [B, H, J * key_size]
-    met: Bool[Array, "I J"]  # by any row and head
+    met: Bool[Array, "I J"]  # whether the blocks meet in any row and head
     query_size: int
     key_size: int
     group: int
@@ -164,10 +164,10 @@ class _Blocks(NamedTuple):
         return entry_of(self.q, i), entry_of(self.query_position, i)
 
     def key(self, j, *rows):
-        """Block j of `rows [B, H, S, D]`, of the bias and of the positions.
+        """Returns block j of `rows [B, H, S, D]`, of the bias and of the positions.
 
-        A slice that would reach beyond the last slot starts earlier instead: the last block is the
-        last `key_size` slots, of which `_pad_tail` hides those that the block before has had. Keys
+        A slice that would reach beyond the last slot starts earlier instead. So the last block has
+        the last `key_size` slots, and `_pad_tail` hides those that the block before has had. Keys
         and values need no padding, which would copy them.
         """
         start, arrays = j * self.key_size, (*rows, self.bias, self.key_position)
@@ -180,18 +180,18 @@ class _Blocks(NamedTuple):
         return hull(entry_of(self.met, j, axis=1), 0)
 
     def split_queries(self, x):
-        """`[B, H, G, T, ...]` to `[I, B, H, G, query_size, ...]`."""
+        """Reshapes `[B, H, G, T, ...]` to `[I, B, H, G, query_size, ...]`."""
         return jnp.moveaxis(x.reshape(*x.shape[:3], self.num_query, self.query_size), 3, 0)
 
     def join_queries(self, x):
-        """`[I, B, H, G * query_size, ...]` back to `[B, H, G, T, ...]`."""
+        """Reshapes `[I, B, H, G * query_size, ...]` back to `[B, H, G, T, ...]`."""
         x = x.reshape(*x.shape[:3], self.group, self.query_size, *x.shape[4:])
         x = jnp.moveaxis(x, 0, 3)
         return x.reshape(*x.shape[:3], self.queries, *x.shape[5:])
 
 
 def _block_sizes(tokens: int) -> tuple[int, int]:
-    """How many of the queries and of the slots a block has."""
+    """Returns how many queries and how many slots a block has."""
     if jax.default_backend() != "cpu":
         return min(ACCELERATOR_BLOCK, tokens), ACCELERATOR_BLOCK
     queries = min(QUERY_BLOCK, tokens)
@@ -199,7 +199,7 @@ def _block_sizes(tokens: int) -> tuple[int, int]:
 
 
 def _pad_tail(x: Array, block: int, value: float) -> Array:
-    """`x [B, H, S]` in whole blocks, what is missing from the last one filled in at its start."""
+    """Pads `x [B, H, S]` to whole blocks, at the start of the last block."""
     tail = x.shape[-1] % block
     if tail == 0:
         return x

@@ -1,8 +1,8 @@
 """A prompt's attention by the attention kernel, and the kernel that sums its columns.
 
-Which tiles of queries and blocks of slots meet is found from positions before a kernel starts, in
-arrays as small as the number of tiles times that of blocks. A program goes through the hull of what
-it meets: slots may stand in any order, but a prompt's mostly stand in that of their positions.
+Before a kernel starts, positions tell which tiles of queries and blocks of slots meet, in an array
+of the number of tiles times that of blocks. A program goes through all blocks from the first to the
+last that it meets: slots may be in any order, but a prompt's are mostly in that of their positions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pallas_kernels.attention.kernel import (
     split_attention,
 )
 from pallas_kernels.base import route
-from pallas_kernels.base.kernel_parts import dot, load_rows, own_part
+from pallas_kernels.base.kernel_parts import dot, load_rows, program_part
 from pallas_kernels.base.logits import finite_or_zero, live_slots
 from pallas_kernels.base.seen_blocks import hull, meets
 from pallas_kernels.base.tiles import SMALLEST, Tile
@@ -46,10 +46,10 @@ def attention_by_kernel(
     tile: Tile,
     interpret: bool,
 ) -> tuple[Float[Array, "B H G T D"] | None, Float[Array, "B H G T"]]:
-    """`prompt_attention` by the kernel of decode steps, each row tile with its own range of slots.
+    """Computes `prompt_attention` by the kernel of decode steps, with a slot range per row tile.
 
-    Rows of a KV head are its G query heads times the T tokens, tokens fastest, so that a tile has
-    the tokens of one head that follow each other: few, whose ranges are nearly one.
+    Rows of a KV head are its G query heads times the T tokens, tokens fastest. So a tile has a few
+    consecutive tokens of one head, whose ranges are nearly the same.
     """
     keys, values = dense_rows(k), None if v is None else dense_rows(v)
     rows = tile.rows(row_bytes(q.shape[4], k.dtype), q.shape[2] * q.shape[3])
@@ -69,13 +69,13 @@ def attention_by_kernel(
 
 
 class _Refs(NamedTuple):
-    """What a program reads of its row, head and block, and what it writes."""
+    """Arrays of a program's row, head and block that it reads and, last, writes."""
 
     query_position: Array
     q: Array
     lse: Array
-    first: Array  # tiles of queries from here
-    end: Array  # to here
+    first: Array  # first tile of queries
+    end: Array  # end of the tiles of queries
     bias: Array
     position: Array
     k: Array
@@ -83,7 +83,7 @@ class _Refs(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What is static in the kernel."""
+    """Static arguments of the kernel."""
 
     rows: int  # queries of a tile
     tokens: int
@@ -106,23 +106,23 @@ def sums_by_kernel(
     tile: Tile,
     interpret: bool,
 ) -> Float[Array, "B H G S"]:
-    """`column_sums` by a kernel. A program takes a query head and a block of its slots."""
+    """Computes `column_sums` by a kernel; a program takes a query head and a block of slots."""
     batch, heads, group, tokens, channels = q.shape
     slots = k.shape[2]
     sums = jax.ShapeDtypeStruct((batch, heads, group, slots), jnp.float32)
     if not q.size or not slots:
         return jnp.zeros(sums.shape, sums.dtype)
-    in_hand = row_bytes(channels, k.dtype)
-    rows, block = tile.rows(in_hand, tokens), tile.block(channels * k.dtype.itemsize, slots)
+    query_bytes = row_bytes(channels, k.dtype)
+    rows, block = tile.rows(query_bytes, tokens), tile.block(channels * k.dtype.itemsize, slots)
     met = meets(query_position, bias, key_position, window, rows, block)
     first, end = hull(met, 2)
     mask = Mask(scale, window, soft_cap)
     plan = _Plan(rows, tokens, block, slots, mask)
-    # Axes of the grid: query heads first, since those run at a time share the keys.
-    row, head, own = (1,), (1, 2), (1, 2, 0)
-    axes = _Refs(row, own, own, (1, 2, 3), (1, 2, 3), head, head, head, own)
-    given = _Refs(query_position, q.astype(k.dtype), lse, first, end, bias, key_position, k, sums)
-    specs = [own_part(x, axis) for x, axis in zip(given, axes, strict=True)]
+    # Query heads are the first axis of the grid: heads that run at the same time share the keys.
+    row, head, query_head = (1,), (1, 2), (1, 2, 0)
+    axes = _Refs(row, query_head, query_head, (1, 2, 3), (1, 2, 3), head, head, head, query_head)
+    arrays = _Refs(query_position, q.astype(k.dtype), lse, first, end, bias, key_position, k, sums)
+    specs = [program_part(x, axis) for x, axis in zip(arrays, axes, strict=True)]
     return route.pallas_call(
         functools.partial(_kernel, plan=plan),
         grid=(group, batch, heads, pl.cdiv(slots, block)),
@@ -130,14 +130,14 @@ def sums_by_kernel(
         out_specs=specs[-1],
         out_shape=sums,
         num_warps=tile.warps,
-        num_stages=tile.stages_of(in_hand),
+        num_stages=tile.stages_of(query_bytes),
         interpret=interpret,
         name="column_sums",
-    )(*given[:-1])
+    )(*arrays[:-1])
 
 
 def _kernel(*refs, plan: _Plan):
-    """One program: the sums of a block of slots, over the tiles of queries that may see any."""
+    """Sums a block of slots over the tiles of queries that may see any of its slots."""
     refs = _Refs(*refs)
     slot = pl.program_id(3) * plan.block + jnp.arange(plan.block, dtype=jnp.int32)
     there = slot < plan.slots
@@ -149,13 +149,13 @@ def _kernel(*refs, plan: _Plan):
     def add(i, sums):
         token = i * plan.rows + jnp.arange(plan.rows, dtype=jnp.int32)
         is_token = token < plan.tokens
-        own = route.load(refs.query_position.at[token], mask=is_token, other=NOWHERE)
+        query_position = route.load(refs.query_position.at[token], mask=is_token, other=NOWHERE)
         lse = route.load(refs.lse.at[token], mask=is_token, other=NOTHING)
         products = dot(load_rows(refs.q, token, is_token, SMALLEST), keys)
-        logits = mask_tile(products, mass, position, live, own, plan.mask)
+        logits = mask_tile(products, mass, position, live, query_position, plan.mask)
         return sums + jnp.exp(logits - finite_or_zero(lse)[:, None])
 
-    # Added up over a tile's queries once, behind the loop: the sum goes across threads.
+    # The sum over a tile's queries goes across threads, so it is taken once, after the loop.
     sums = jnp.zeros((plan.rows, plan.block), jnp.float32)
     sums = jax.lax.fori_loop(refs.first[...], refs.end[...], add, sums).sum(0)
     route.store(refs.sums.at[slot], sums, mask=there)

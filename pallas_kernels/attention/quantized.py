@@ -30,20 +30,20 @@ def quantized_attention(
     probabilities: bool = True,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G T S"] | None]:
-    """`decode_attention` over encoded keys and values, without a decoded copy of them.
+    """Computes `decode_attention` over encoded keys and values, without a decoded copy.
 
-    The kernel decodes a tile at a time in registers. Numbers of 8 bits go into the products as they
-    are, since bfloat16 holds them exactly, and the slots' scales multiply logits and probabilities;
-    numbers of 4 bits are decoded to the dtype of q.
+    The kernel decodes a tile at a time in registers. 8-bit numbers go into the products as they
+    are, since bfloat16 holds them exactly, and the slots' scales multiply logits and probabilities.
+    4-bit numbers are decoded to the dtype of q.
 
     Args:
       q: queries, grouped under their KV head.
-      k, v: from `quantise_slots` (8 bits, float8) or `quantise_groups` (4 bits); groups of values
-        are of channels.
+      k, v: from `quantise_slots` (8 bits, float8) or `quantise_groups` (4 bits); values must have
+        groups of channels.
       bias, query_position, key_position, scale, window, soft_cap, used, probabilities,
         implementation: as in `decode_attention`.
-      key_axis: of the keys' groups.
-      turn: how keys are rotated when they are read; None: not at all.
+      key_axis: axis of the keys' groups.
+      turn: rotation of keys when they are read; None: no rotation.
 
     Returns:
       Outputs in the dtype of `q` (0 for a row that sees nothing), float32 log-sum-exps, float32
@@ -68,17 +68,17 @@ def quantized_attention(
     check_used(used, q)
     rows = quantized_rows(k, q.dtype, key_axis), quantized_rows(v, q.dtype)
     chosen = choose_implementation(implementation, *k, *v, for_tpu=turn is None and reads(*rows))
-    kind = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     if chosen != "xla":
         return stored_attention(
             "quantized_attention", q, *rows, bias, query_position, key_position, end=used,
-            turn=turn, probabilities=probabilities, chosen=chosen, dtype=q.dtype, **kind,
+            turn=turn, probabilities=probabilities, chosen=chosen, dtype=q.dtype, **options,
         )  # fmt: skip
     product = None if turn is None else turn.product
     out, lse, p = attention_by_products(
         q, lambda rows: quantized_logits(rows, *k, axis=key_axis, product=product),
         lambda p, live: quantized_mix(p, *v, live=live), bias, query_position, key_position,
-        dtype=q.dtype, **kind,
+        dtype=q.dtype, **options,
     )  # fmt: skip
     return out, lse, p if probabilities else None
 

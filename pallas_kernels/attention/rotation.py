@@ -1,4 +1,4 @@
-"""Rotary position embedding of stored keys: a block of slots by XLA, or a tile inside a kernel."""
+"""Rotary position embedding of stored keys, for a block of slots in XLA or a tile in a kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.base.logits import products
 from pallas_kernels.base.rows import block_of
 
-# Least squares over |r| <= 1/4 at Chebyshev's points, in float32 within 2e-7:
+# Least-squares polynomials over |r| <= 1/4 at Chebyshev points, exact within 2e-7 in float32:
 # sin(2 pi r) = r (s0 + s1 r^2 + ...), cos(2 pi r) = c0 + c1 r^2 + ...
 _SIN = (6.2831854820251465, -41.34168243408203, 81.60247802734375, -76.58128356933594,
         39.76072311401367)  # fmt: skip
@@ -23,7 +23,7 @@ _COS = (1.0, -19.739208221435547, 64.93934631347656, -85.45356750488281, 60.1439
 
 
 def _in_parts(number: float) -> list[float]:
-    """Four numbers of 12 bits each, whose sum is the given one."""
+    """Splits a number into four numbers of 12 bits, of which it is the sum."""
     parts = []
     for _ in range(4):
         unit = 2.0 ** (math.frexp(number)[1] - 12)
@@ -32,23 +32,23 @@ def _in_parts(number: float) -> list[float]:
     return parts
 
 
-_UNITS = _in_parts(2**32 / (2 * math.pi))  # per radian
+_UNITS = _in_parts(2**32 / (2 * math.pi))  # units of 2^-32 turns per radian
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Turn:
-    """How stored keys are rotated when they are read (RoPE, arXiv 2104.09864).
+    """Rotation of stored keys when they are read (RoPE, arXiv 2104.09864).
 
-    Channel pair i of slot s is turned by the angle `position[s] * inv_freq[i]`, the other channels
+    Channel pair i of slot s is rotated by the angle `position[s] * inv_freq[i]`. Other channels
     pass through.
 
     Args:
-      inv_freq: inverse frequencies of the R pairs, of each row or of all; below 2π.
-      position: of each slot.
-      interleaved: pairs are neighbours (0,1), (2,3), ... instead of halves (0,R), (1,R+1), ...
-        (static).
-      factor: what rotated channels are multiplied by (static).
+      inv_freq: inverse frequencies of the R pairs, for each row or for all; below 2π.
+      position: position of each slot.
+      interleaved: whether pairs are neighbours (0,1), (2,3), ... instead of halves (0,R),
+        (1,R+1), ... (static).
+      factor: multiplies rotated channels (static).
     """
 
     inv_freq: Float[Array, "#B R"]
@@ -58,26 +58,26 @@ class Turn:
 
     @property
     def channels(self) -> int:
-        """Leading channels that are rotated."""
+        """Number of leading channels that are rotated."""
         return 2 * self.inv_freq.shape[-1]
 
     def at(self, position: Int[Array, "B H N"]) -> Turn:
-        """The same of other slots, or of some of them."""
+        """Returns this rotation for slots at other positions."""
         return dataclasses.replace(self, position=position)
 
     def rotate(self, x: Float[Array, "B H S D"]) -> Float[Array, "B H S D"]:
-        """Vectors of all slots, turned."""
+        """Rotates the vectors of all slots."""
         return rotate_pairs(x, *self._cos_sin(self.position), self.interleaved)
 
     def product(
         self, q: Float[Array, "B H R D"], keys: Float[Array, "B H N D"], start: Array | int
     ) -> Float[Array, "B H R N"]:
-        """Float32 `q · k` of a block of slots from `start` on, whose keys are turned."""
+        """Returns float32 `q · k` with the rotated keys of the slots from `start` on."""
         position = block_of(self.position, start, keys.shape[2], 2)
         cos, sin = self._cos_sin(position)
         if self.interleaved:
             return products(q, rotate_pairs(keys, cos, sin, interleaved=True))
-        # Two products of halves: to put the turned halves together first would copy them.
+        # Multiplies the halves separately: joining the rotated halves first would copy them.
         pairs = self.inv_freq.shape[-1]
         a, b, rest = jnp.split(keys, (pairs, 2 * pairs), axis=-1)
         q_a, q_b, q_rest = jnp.split(q, (pairs, 2 * pairs), axis=-1)
@@ -96,7 +96,7 @@ def rotate_pairs(
     sin: Float[Array, "B H T R"],
     interleaved: bool,
 ) -> Float[Array, "B H T D"]:
-    """Vectors turned by angles whose cosines and sines are given, in float32; x's dtype comes out.
+    """Rotates vectors in float32, by angles with these cosines and sines; keeps the dtype of x.
 
     Example:
       >>> import jax.numpy as jnp
@@ -117,16 +117,16 @@ def rotate_pairs(
 
 
 def _turned(a: Array, b: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
-    """Both channels of every pair in float32."""
+    """Rotates both channels of each pair, in float32."""
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return a * cos - b * sin, b * cos + a * sin
 
 
 def fixed_point(inv_freq: Float[Array, "#B R"]) -> Int[Array, "#B R"]:
-    """Frequencies below 2π as whole numbers of 2^-32 turns per position, modulo 2^32.
+    """Converts frequencies below 2π to whole numbers of 2^-32 turns per position, modulo 2^32.
 
-    Products with positions wrap around where turns do, so nothing is lost at large positions: a
-    product in float32 is off by up to 0.004 radians at 131,072.
+    Products with positions wrap around where turns do, so nothing is lost at large positions. A
+    float32 product would be off by up to 0.004 radians at position 131,072.
 
     Example:
       >>> import math
@@ -135,35 +135,35 @@ def fixed_point(inv_freq: Float[Array, "#B R"]) -> Int[Array, "#B R"]:
       >>> fixed_point(jnp.array([[2 * math.pi / 2**20]])).tolist()  # not exactly so in float32
       [[4096]]
     """
-    # Halves of 12 bits, whose products with those of 2^32 / 2π are exact in float32.
+    # Splits frequencies into halves of 12 bits, whose products with `_UNITS` are exact in float32.
     inv_freq = inv_freq.astype(jnp.float32)
     mask = np.uint32(0xFFFFF000)
     bits = jax.lax.bitcast_convert_type(inv_freq, jnp.uint32) & mask
     high = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    whole, rest = jnp.zeros(inv_freq.shape, jnp.uint32), jnp.zeros(inv_freq.shape, jnp.float32)
+    units, rest = jnp.zeros(inv_freq.shape, jnp.uint32), jnp.zeros(inv_freq.shape, jnp.float32)
     for half in (high, inv_freq - high):
         for part in _UNITS:
             product = half * np.float32(part)
             below = jnp.floor(product)
-            whole += below.astype(jnp.uint32)
+            units += below.astype(jnp.uint32)
             rest += product - below
-    whole += jnp.floor(rest + 0.5).astype(jnp.uint32)
-    return jax.lax.bitcast_convert_type(whole, jnp.int32)
+    units += jnp.floor(rest + 0.5).astype(jnp.uint32)
+    return jax.lax.bitcast_convert_type(units, jnp.int32)
 
 
 def turns_of(phase: Int[Array, "*N"]) -> Float[Array, "*N"]:
-    """Products of positions and `fixed_point` frequencies as turns, from -1/2 to 1/2."""
+    """Converts products of positions and `fixed_point` frequencies to turns, -1/2 to 1/2."""
     return phase.astype(jnp.float32) * np.float32(2.0**-32)
 
 
 def cos_sin_of_turns(
     turns: Float[Array, "*N"], factor: float
 ) -> tuple[Float[Array, "*N"], Float[Array, "*N"]]:
-    """Cosines and sines of `2 π turns` by polynomials.
+    """Returns cosines and sines of `2 π turns`, by polynomials.
 
     CUDA's functions have a slow path for angles above 1e5, whose scratch memory every thread pays
-    for, and their fast path has two or three times as many instructions. On CPU, XLA computes its
-    own one number at a time.
+    for, and their fast path has two or three times as many instructions. XLA's own functions on CPU
+    compute one number at a time.
     """
     half = jnp.floor(2.0 * turns + 0.5)
     rest = turns - 0.5 * half  # -1/4 to 1/4; exact
@@ -173,7 +173,7 @@ def cos_sin_of_turns(
 
 
 def _polynomial(coefficients: tuple[float, ...], x: Array) -> Array:
-    *others, total = coefficients
-    for c in reversed(others):
+    *lower, total = coefficients
+    for c in reversed(lower):
         total = total * x + np.float32(c)
     return total

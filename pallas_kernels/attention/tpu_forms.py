@@ -1,4 +1,4 @@
-"""How the TPU kernel reads tiles of keys and values in the forms in which they are stored."""
+"""Readers of stored forms in the TPU kernel: tiles of keys and values."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from jaxtyping import Array, Bool, Float
 from pallas_kernels.attention.forms import DenseReader, EightBitReader, FourBitReader, Rows
 from pallas_kernels.formats.bits import Axis
 
-LANES, SUBLANES = 128, 8  # of a register, and of the pieces that arrays are stored in
-DTYPES = (jnp.bfloat16, jnp.float32)  # that a matrix unit multiplies
+LANES, SUBLANES = 128, 8  # sizes of a register, and of the pieces that arrays are stored in
+DTYPES = (jnp.bfloat16, jnp.float32)  # dtypes that a matrix unit multiplies
 
 
 class Stored(NamedTuple):
-    """An array as a kernel takes it.
+    """A stored array with the layout of its slots.
 
     Args:
       array: `[B, H, X, Y]`.
-      axis: of the slots, 2 or 3.
+      axis: axis of the slots, 2 or 3.
       group: slots that share an entry of that axis.
     """
 
@@ -33,10 +33,10 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True)
 class DenseTiles:
-    """Rows as they are.
+    """Reads rows that are stored as they are.
 
     Args:
-      dtype: of the queries that are multiplied with them.
+      dtype: dtype of the queries that are multiplied with them.
     """
 
     dtype: jnp.dtype
@@ -44,13 +44,13 @@ class DenseTiles:
     def products(
         self, at: dict, q: Float[Array, "R D"], seen: Bool[Array, "1 N"]
     ) -> Float[Array, "R N"]:
-        """Products of queries with the keys of a tile; anything for slots that nobody sees."""
+        """Multiplies queries with the keys of a tile; undefined for slots that no query sees."""
         return times(q, at["data"][...], 1)
 
     def mix(
         self, at: dict, weights: Float[Array, "R N"], seen: Bool[Array, "1 N"]
     ) -> Float[Array, "R D"]:
-        """Weighted sums of the values of a tile; what stands in slots that nobody sees is 0."""
+        """Sums the values of a tile by weights; values of slots that no query sees count as 0."""
         tile = at["data"][...]
         tile = jnp.where(seen.T, tile, jnp.zeros((), tile.dtype))
         return times(weights.astype(tile.dtype), tile, 0)
@@ -58,32 +58,32 @@ class DenseTiles:
 
 @dataclass(frozen=True)
 class EightBitTiles:
-    """Whole numbers of 8 bits and a scale per slot. They are multiplied as they are.
+    """Reads 8-bit integers with a scale per slot; they are multiplied without decoding.
 
     Args:
-      dtype: of the queries that are multiplied with them.
+      dtype: dtype of the queries that are multiplied with them.
     """
 
     dtype: jnp.dtype
 
     def products(self, at: dict, q: Array, seen: Array) -> Float[Array, "R N"]:
-        """Products of queries with the keys of a tile."""
+        """Multiplies queries with the keys of a tile."""
         return times(q, at["values"][...].astype(self.dtype), 1) * at["scale"][...]
 
     def mix(self, at: dict, weights: Float[Array, "R N"], seen: Array) -> Float[Array, "R D"]:
-        """Weighted sums of the values of a tile."""
+        """Sums the values of a tile by weights."""
         weights = jnp.where(seen, weights * at["scale"][...], 0.0)
         return times(weights.astype(self.dtype), at["values"][...].astype(self.dtype), 0)
 
 
 @dataclass(frozen=True)
 class FourBitTiles:
-    """Numbers of 4 bits, two in a byte, with scale and low per group of channels.
+    """Reads 4-bit numbers, two in a byte, with scale and low per group of channels.
 
-    Numbers are multiplied as they are, group by group: scales and lows belong to slots then.
+    Numbers are multiplied without decoding, group by group, so that scales and lows apply to slots.
 
     Args:
-      dtype: of the queries that are multiplied with them.
+      dtype: dtype of the queries that are multiplied with them.
       group: channels of a group.
     """
 
@@ -91,29 +91,29 @@ class FourBitTiles:
     group: int
 
     def products(self, at: dict, q: Array, seen: Array) -> Float[Array, "R N"]:
-        """Products of queries with the keys of a tile."""
+        """Multiplies queries with the keys of a tile."""
         total = 0.0
-        for number, own, numbers, channels in self._groups(at):
-            mine = jnp.where(own, q[:, channels], jnp.zeros((), q.dtype))
+        for number, in_group, numbers, channels in self._groups(at):
+            q_group = jnp.where(in_group, q[:, channels], jnp.zeros((), q.dtype))
             scale, low = (_of_group(at[name], number) for name in ("scale", "low"))
-            total += times(mine, numbers, 1) * scale
-            total += mine.astype(jnp.float32).sum(1, keepdims=True) * low
+            total += times(q_group, numbers, 1) * scale
+            total += q_group.astype(jnp.float32).sum(1, keepdims=True) * low
         return total
 
     def mix(self, at: dict, weights: Float[Array, "R N"], seen: Array) -> Float[Array, "R D"]:
-        """Weighted sums of the values of a tile."""
+        """Sums the values of a tile by weights."""
         halves = [jnp.zeros((), jnp.float32)] * 2
-        for number, own, numbers, channels in self._groups(at):
+        for number, in_group, numbers, channels in self._groups(at):
             scale, low = (
                 jnp.where(seen, weights * _of_group(at[name], number), 0.0)
                 for name in ("scale", "low")
             )
             sums = times(scale.astype(self.dtype), numbers, 0) + low.sum(1, keepdims=True)
-            halves[1 if channels.start else 0] += jnp.where(own, sums, 0.0)
+            halves[1 if channels.start else 0] += jnp.where(in_group, sums, 0.0)
         return jnp.concatenate(halves, axis=1)
 
     def _groups(self, at: dict) -> Iterator[tuple[int, Array, Array, slice]]:
-        """Each group: its number, its channels in a half, that half's numbers and channels."""
+        """Yields each group's number, its channels in a half, the half's numbers and channels."""
         for half, numbers in enumerate(_halves(at["values"])):
             width = numbers.shape[1]
             begin, stop = half * width, (half + 1) * width
@@ -121,21 +121,21 @@ class FourBitTiles:
             numbers = numbers.astype(self.dtype)
             for number in range(begin // self.group, -(-stop // self.group)):
                 first = number * self.group
-                own = (channel >= first) & (channel < first + self.group)
-                yield number, own, numbers, slice(begin, stop)
+                in_group = (channel >= first) & (channel < first + self.group)
+                yield number, in_group, numbers, slice(begin, stop)
 
 
 @dataclass(frozen=True)
 class FourBitColumns:
-    """Numbers of 4 bits, decoded, with slots in the lanes.
+    """Reads and decodes 4-bit numbers with slots in the lanes.
 
-    So XLA stores bytes that do not fill the lanes as long as none is written, as where keys are
-    encoded in groups of slots.
+    XLA stores bytes that do not fill the lanes in this layout as long as none is written, as for
+    keys that are encoded in groups of slots.
 
     Args:
-      dtype: to which they are decoded.
+      dtype: dtype of decoded numbers.
       group: values of a group.
-      axis: that groups run along.
+      axis: axis that groups run along.
     """
 
     dtype: jnp.dtype
@@ -143,43 +143,44 @@ class FourBitColumns:
     axis: Axis
 
     def products(self, at: dict, q: Array, seen: Array) -> Float[Array, "R N"]:
-        """Products of queries with the keys of a tile."""
+        """Multiplies queries with the keys of a tile."""
         low, high = self._decoded(at, seen)
         half = low.shape[0]
         return times(q[:, :half], low, 0) + times(q[:, half:], high, 0)
 
     def mix(self, at: dict, weights: Float[Array, "R N"], seen: Array) -> Float[Array, "R D"]:
-        """Weighted sums of the values of a tile."""
+        """Sums the values of a tile by weights."""
         weights = weights.astype(self.dtype)
         return jnp.concatenate([times(weights, x, 1) for x in self._decoded(at, seen)], axis=1)
 
     def _decoded(self, at: dict, seen: Array) -> list[Float[Array, "D/2 N"]]:
-        """Both halves of the channels; 0 for slots that nobody sees."""
+        """Decodes both halves of the channels; 0 for slots that no query sees."""
         scale, low = (self._of_numbers(at[name][...], seen) for name in ("scale", "low"))
         half = scale.shape[0] // 2
         parts = zip(_halves(at["values"]), (slice(half), slice(half, None)), strict=True)
         return [
-            jnp.where(seen, low[own] + x * scale[own], 0.0).astype(self.dtype) for x, own in parts
+            jnp.where(seen, low[rows] + x * scale[rows], 0.0).astype(self.dtype)
+            for x, rows in parts
         ]
 
     def _of_numbers(self, x: Array, seen: Array) -> Float[Array, "D N"]:
-        """The scale or low of each number, in float32."""
+        """Returns the scale or low of each number, in float32."""
         if self.axis == "token":
             groups, slots = x.shape
-            each = jnp.broadcast_to(x.astype(jnp.float32)[:, None], (groups, self.group, slots))
-            return each.reshape(-1, slots)
-        # By a product with ones and zeros, which is exact: lanes cannot be repeated otherwise.
+            repeated = jnp.broadcast_to(x.astype(jnp.float32)[:, None], (groups, self.group, slots))
+            return repeated.reshape(-1, slots)
+        # A product with ones and zeros, which is exact, is the only way to repeat lanes.
         shape = x.shape[0], seen.shape[1]
         group = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
         slot = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-        own = jax.lax.div(slot, jnp.full_like(slot, self.group)) == group
-        anyone = jnp.where(own & seen, 1.0, 0.0).max(1, keepdims=True) > 0
-        x = jnp.where(anyone, x, jnp.zeros((), x.dtype))
-        return times(x.T, own.astype(x.dtype), 0)
+        in_group = jax.lax.div(slot, jnp.full_like(slot, self.group)) == group
+        any_seen = jnp.where(in_group & seen, 1.0, 0.0).max(1, keepdims=True) > 0
+        x = jnp.where(any_seen, x, jnp.zeros((), x.dtype))
+        return times(x.T, in_group.astype(x.dtype), 0)
 
 
 def _halves(values) -> tuple[Float[Array, "X Y"], Float[Array, "X Y"]]:
-    """The numbers in the low bits of bytes, and those in the high ones."""
+    """Returns the numbers in the low bits of bytes, and those in the high bits."""
     both = values[...].astype(jnp.int32)
     return (both & 15).astype(jnp.float32), (both >> 4).astype(jnp.float32)
 
@@ -196,13 +197,13 @@ class TPURows(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """How many are stored."""
+        """Number of stored slots."""
         array, axis, group = next(iter(self.arrays.values()))
         return array.shape[axis] * group
 
 
 def tpu_rows(k: Rows, v: Rows) -> tuple[TPURows, TPURows] | None:
-    """Keys and values as the TPU kernel reads them; None where it does not."""
+    """Returns keys and values as the TPU kernel reads them; None if it cannot read them."""
     columns = isinstance(k.reader, FourBitReader) and k.reader.axis == "channel"
     rows = _tpu_rows(k, columns), _tpu_rows(v, columns)
     return None if None in rows else rows
@@ -230,9 +231,9 @@ def _tpu_rows(rows: Rows, columns: bool) -> TPURows | None:
 
 
 def reads(k: Rows, v: Rows) -> bool:
-    """Whether the TPU kernel reads these keys and values, and reads them where XLA stores them."""
+    """Returns whether the TPU kernel reads these keys and values where XLA stores them."""
     rows = tpu_rows(k, v)
-    return rows is not None and all(_in_place(one) for one in rows)
+    return rows is not None and all(_in_place(stored) for stored in rows)
 
 
 def _in_place(rows: TPURows) -> bool:
@@ -241,10 +242,10 @@ def _in_place(rows: TPURows) -> bool:
 
 
 def in_rows(array: Float[Array, "B H S D"]) -> bool:
-    """Whether XLA stores 8 slots of a head in a piece, as a kernel reads them, by default.
+    """Returns whether XLA by default stores 8 slots of a head in a piece, as a kernel reads them.
 
-    Where that fills the pieces better, it stores 8 heads of a slot in one. A kernel would have the
-    array copied at every step.
+    XLA stores 8 heads of a slot in a piece where that fills the pieces better. A kernel would then
+    have the array copied at every step.
 
     Example:
       >>> import jax.numpy as jnp
@@ -258,8 +259,8 @@ def in_rows(array: Float[Array, "B H S D"]) -> bool:
 
 
 def times(a: Float[Array, "R X"], b: Array, axis: int) -> Float[Array, "R Y"]:
-    """The product along the last axis of a and one of b, summed in float32."""
-    # What is stored as float32 is not rounded to bfloat16 on the way.
+    """Multiplies along the last axis of a and an axis of b; sums are float32."""
+    # Without the precision, a TPU would round float32 to bfloat16.
     precision = jax.lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
     return jax.lax.dot_general(
         a, b, (((1,), (axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32

@@ -1,9 +1,9 @@
 """The TPU kernel behind attention of few queries: a running softmax over blocks of slots.
 
-The grid is rows, heads, parts, and the blocks of a part one after the other, whose keys and values
-are fetched while those before are looked at. Maximum, sum and output stay in scratch memory from
-one block to the next. Lengths are scalars that the grid knows before it fetches: blocks without a
-slot that is looked at are neither fetched nor computed.
+The grid is rows, heads, parts, and the blocks of a part in sequence; the keys and values of a block
+are fetched while the block before is computed. Maximum, sum and output stay in scratch memory from
+one block to the next. Lengths are scalars that the grid knows before it fetches, so blocks outside
+of them are neither fetched nor computed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pallas_kernels.attention.tpu_forms import LANES, SUBLANES, Stored, TPURows,
 from pallas_kernels.base.dispatch import tpu_cores
 from pallas_kernels.base.logits import finite_or_zero, or_one, visible_slots
 
-BLOCK_BYTES = 1 << 19  # of a block of keys: fetching it takes longer than starting a round
-LOGIT_BYTES = 1 << 20  # of the logits of a block, of which there are several copies
+BLOCK_BYTES = 1 << 19  # bytes of a block of keys: fetching it takes longer than starting a round
+LOGIT_BYTES = 1 << 20  # bytes of a block's logits, of which there are several copies
 
 
 class _Plan(NamedTuple):
-    """What is static in a kernel."""
+    """Static arguments of a kernel."""
 
     k: Any  # reader
     v: Any
@@ -56,13 +56,13 @@ def tpu_attention(
     dtype: DTypeLike,
     shift: Float[Array, "B H G T"] | None = None,
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G T S"] | None]:
-    """`split_attention` over all slots, for TPUs.
+    """Computes `split_attention` over all slots, for TPUs.
 
-    Logits are those of blocks that are looked at. All others may be anything and must be masked by
-    the caller.
+    Logits are written only for blocks that are looked at. All other logits are undefined, and the
+    caller must mask them.
 
     Raises:
-      ValueError: for rows in a form or dtype that it does not read, as `reads` says.
+      ValueError: rows in a form or dtype that the kernel does not read, as `reads` says.
     """
     batch, heads, group, tokens, channels = q.shape
     if not q.size * slots.places:
@@ -73,10 +73,10 @@ def tpu_attention(
     keys, values = rows
     visible = visible_slots(slots.bias, slots.position, query_position, window)
     seen = jnp.where(visible, slots.bias[:, :, None], -jnp.inf)
-    # What is stored in groups of slots may have more of them, so that the last group is whole.
-    more = keys.slots - slots.places
-    seen = jnp.pad(seen, ((0, 0), (0, 0), (0, 0), (0, more)), constant_values=-jnp.inf)
-    if tokens > 1:  # one token is seen alike by all query heads
+    # A store in groups of slots may have more slots, so that its last group is whole.
+    padding = keys.slots - slots.places
+    seen = jnp.pad(seen, ((0, 0), (0, 0), (0, 0), (0, padding)), constant_values=-jnp.inf)
+    if tokens > 1:  # a single token has one mask for all query heads
         shape = batch, heads, group, tokens, keys.slots
         seen = jnp.broadcast_to(seen[:, :, None], shape).reshape(batch, heads, -1, keys.slots)
     first = jnp.zeros_like(slots.end) if slots.first is None else slots.first
@@ -112,16 +112,16 @@ def _parts(
     parts: int,
     with_logits: bool,
 ) -> tuple[Float[Array, "B H P R D"], Float[Array, "B H P R"], Float[Array, "B H R S"] | None]:
-    """Outputs and log-sum-exps of parts of the slots in float32, and, if wanted, masked logits.
+    """Computes float32 outputs and log-sum-exps of parts of the slots, and masked logits if wanted.
 
     Args:
       q: query rows of each head.
-      shift: what is added to their products with keys; None: nothing.
-      seen: what is added to the logits of each row, or of all rows (M = 1); `-inf` where a slot is
-        not seen.
-      first, end: slots outside of `[first, end)` are not looked at.
-      parts: into which the blocks of a head are divided: as many as there are cores that would have
-        nothing to do otherwise. Block i belongs to part `i % parts`.
+      shift: added to their products with keys; None: nothing is added.
+      seen: added to the logits of each row, or of all rows (M = 1); `-inf` where a slot is not
+        seen.
+      first, end: range of slots that are looked at.
+      parts: number of parts that the blocks of a head are divided into, so that no core is idle.
+        Block i belongs to part `i % parts`.
     """
     batch, heads, rows, channels = q.shape
     slots = seen.shape[3]
@@ -144,9 +144,9 @@ def _parts(
     out_shape = [jax.ShapeDtypeStruct((batch, heads, *x), jnp.float32) for x in shapes]
     queries = {"q": q} if shift is None else {"q": q, "shift": shift}
     arrays = queries, seen, *(
-        {name: one.array for name, one in side.arrays.items()} for side in (k, v)
+        {name: stored.array for name, stored in side.arrays.items()} for side in (k, v)
     )  # fmt: skip
-    found = pl.pallas_call(
+    results = pl.pallas_call(
         functools.partial(_kernel, plan=plan),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
@@ -157,7 +157,7 @@ def _parts(
                     for name, x in queries.items()
                 },
                 spec(Stored(seen, 3)),
-                *({name: spec(one) for name, one in side.arrays.items()} for side in (k, v)),
+                *({name: spec(stored) for name, stored in side.arrays.items()} for side in (k, v)),
             ],
             out_specs=out_specs,
             scratch_shapes=[
@@ -177,21 +177,20 @@ def _parts(
         ),
         name="tpu_attention",
     )(first, end, *arrays)
-    return found[0], found[1][..., 0], found[2] if with_logits else None
+    out, lse = results[:2]
+    return out, lse[..., 0], results[2] if with_logits else None
 
 
 def _block(stored: list[Stored], rows: int) -> int:
-    """Slots of a block: of the widest array as many as are fetched at a time."""
-    slot_bytes = max(
-        one.array.shape[5 - one.axis] * one.array.dtype.itemsize // one.group for one in stored
-    )
+    """Returns the slots of a block: as many as are fetched at a time of the widest array."""
+    slot_bytes = max(x.array.shape[5 - x.axis] * x.array.dtype.itemsize // x.group for x in stored)
     fitting = min(BLOCK_BYTES // slot_bytes, LOGIT_BYTES // (4 * max(rows, SUBLANES)))
-    unit = math.lcm(LANES, *(SUBLANES * one.group for one in stored if one.axis == 2))
+    unit = math.lcm(LANES, *(SUBLANES * x.group for x in stored if x.axis == 2))
     return max(fitting // unit, 1) * unit
 
 
 def _spec(stored: Stored, block: int, at: Callable) -> pl.BlockSpec:
-    """A block of an array; `at(part, round, first, end)` is its number."""
+    """Returns the spec of a block of an array; `at(part, round, first, end)` is its number."""
     shape, axis = list(stored.array.shape[2:]), stored.axis - 2
     shape[axis] = block // stored.group
 
@@ -204,13 +203,13 @@ def _spec(stored: Stored, block: int, at: Callable) -> pl.BlockSpec:
 
 
 def _range(first, end, plan: _Plan):
-    """The first block that is looked at, and the one after the last."""
+    """Returns the range of blocks that are looked at: its first and its end."""
     block = jnp.int32(plan.block)
     return jax.lax.div(first, block), jax.lax.div(end + (block - 1), block)
 
 
 def _block_at(p, i, first, end, *, plan: _Plan, blocks: int):
-    """The block of a part's round, or the nearest that is looked at: it is not fetched again."""
+    """Returns the block of a part's round, or the nearest in range, which is not fetched again."""
     lowest, last = _range(first, end, plan)
     parts = jnp.int32(plan.parts)
     begin = jax.lax.div(jnp.maximum(lowest - p, 0) + (parts - 1), parts)
@@ -220,10 +219,10 @@ def _block_at(p, i, first, end, *, plan: _Plan, blocks: int):
 
 
 def _kernel(first, end, queries, seen, k, v, out, lse, *refs, plan: _Plan):
-    """One round: a block of slots of one row and head."""
-    *logits, top, total, acc = refs
-    own = pl.program_id(0), pl.program_id(1)
-    first, end, i = first[own], end[own], pl.program_id(3)
+    """Runs one round: a block of slots of one row and head."""
+    *logit_refs, top, total, acc = refs
+    row_head = pl.program_id(0), pl.program_id(1)
+    first, end, i = first[row_head], end[row_head], pl.program_id(3)
     at = i * plan.parts + pl.program_id(2)
     lowest, last = _range(first, end, plan)
 
@@ -236,23 +235,23 @@ def _kernel(first, end, queries, seen, k, v, out, lse, *refs, plan: _Plan):
     @pl.when((at >= lowest) & (at < last))
     def _():
         place = at * plan.block + jax.lax.broadcasted_iota(jnp.int32, (1, plan.block), 1)
-        # The last block may reach beyond the slots, where anything may stand.
+        # The last block may reach beyond the slots, where contents are undefined.
         bias = jnp.where(place < end, seen[...], -jnp.inf)
-        anyone = bias.max(0, keepdims=True) > -jnp.inf
-        found = plan.k.products(k, queries["q"][...], anyone)
+        any_seen = bias.max(0, keepdims=True) > -jnp.inf
+        logits = plan.k.products(k, queries["q"][...], any_seen)
         if "shift" in queries:
-            found += queries["shift"][...]
-        found = found * plan.scale
+            logits += queries["shift"][...]
+        logits = logits * plan.scale
         if plan.soft_cap is not None:
-            found = plan.soft_cap * jnp.tanh(found / plan.soft_cap)
-        found = jnp.where(bias > -jnp.inf, found + bias, -jnp.inf)
-        for ref in logits:
-            ref[...] = found
-        new_top = jnp.maximum(top[...], found.max(1, keepdims=True))
+            logits = plan.soft_cap * jnp.tanh(logits / plan.soft_cap)
+        logits = jnp.where(bias > -jnp.inf, logits + bias, -jnp.inf)
+        for ref in logit_refs:
+            ref[...] = logits
+        new_top = jnp.maximum(top[...], logits.max(1, keepdims=True))
         finite = finite_or_zero(new_top)
-        weights, shrink = jnp.exp(found - finite), jnp.exp(top[...] - finite)
+        weights, shrink = jnp.exp(logits - finite), jnp.exp(top[...] - finite)
         total[...] = total[...] * shrink + weights.sum(1, keepdims=True)
-        acc[...] = acc[...] * shrink + plan.v.mix(v, weights, anyone)
+        acc[...] = acc[...] * shrink + plan.v.mix(v, weights, any_seen)
         top[...] = new_top
 
     @pl.when(i == plan.rounds - 1)

@@ -1,4 +1,4 @@
-"""What `pallas_kernels.tune` measures of the kernels that attend."""
+"""Calls of the attention kernels that `pallas_kernels.tune` measures."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from pallas_kernels.base.tiles import Tile
 from pallas_kernels.formats.bits import Encoded
 from pallas_kernels.formats.codebook import References
 
-GROUP = 32  # values of a group of 4 bits
+GROUP = 32  # 4-bit values of a group
 
 
 class Attention(NamedTuple):
-    """One call: 8 KV heads of 128 channels, four query heads each.
+    """A measured call: 8 KV heads of 128 channels by default, with four query heads each.
 
     Args:
-      rows: of a batch.
-      slots: of each head.
-      form: of keys and values: "dense", "int8", "4 bits" or "codebook".
-      listed: how many slots are gathered; None: all are read.
-      queries: at the newest positions; more than one are a prompt's.
-      sums: whether a prompt's column sums are measured in place of its attention.
-      heads, group, channels, dtype: KV heads, query heads of each, and what a row is.
+      rows: rows of a batch.
+      slots: slots of each head.
+      form: form of keys and values: "dense", "int8", "4 bits" or "codebook".
+      listed: number of slots that are gathered; None: all are read.
+      queries: number of queries, at the newest positions; more than one are a prompt's.
+      sums: whether a prompt's column sums are measured instead of its attention.
+      heads, group, channels, dtype: KV heads, query heads of each, channels and dtype of rows.
     """
 
     rows: int
@@ -44,25 +44,25 @@ class Attention(NamedTuple):
 
     @property
     def tried(self) -> dict[str, tuple[int, ...]]:
-        """What else is tried beside sizes of tiles, warps and stages, by the fields of `Tile`."""
+        """Values to try by field of `Tile`, besides tile sizes, warps and stages."""
         if self.queries == 1:
             return {"programs": (1, 2, 4)}
         return {"programs": (2,), "query_bytes": (16_384, 32_768)}
 
     @property
     def bytes(self) -> int:
-        """What must be read: keys, values, and of each place its bias, position and entry."""
+        """Bytes that must be read: keys, values, and bias, position and entry of each place."""
         places = self.rows * self.heads * (self.listed or self.slots)
         per_place = 8 if self.listed is None else 12
         stored = jax.eval_shape(lambda: self.operands()[1])
-        # A list reads its share of the store, a codebook's entries are read once.
+        # A list reads its share of the store; a codebook's entries are read once.
         share = 1 if self.listed is None else self.listed / self.slots
         return places * per_place + int(
             2 * share * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stored))
         )
 
     def operands(self) -> tuple[Any, ...]:
-        """Random arguments of `call`."""
+        """Makes random arguments of `call`."""
         keys = jax.random.split(jax.random.key(0), 4)
         store = (self.rows, self.heads, self.slots, self.channels)
         q = jax.random.normal(keys[0], (*store[:2], self.group, self.queries, self.channels))
@@ -77,14 +77,14 @@ class Attention(NamedTuple):
         query = jnp.arange(self.slots - self.queries, self.slots, dtype=jnp.int32)[None]
         query = jnp.broadcast_to(query, (self.rows, self.queries))
         frequencies = None
-        if self.form == "codebook":  # whose keys are stored unrotated
+        if self.form == "codebook":  # its keys are stored unrotated
             pair = jnp.arange(0, self.channels, 2) / self.channels
             frequencies = 1 / 500_000.0 ** pair[None]
         slots = Slots(bias, position, end, index=index)
         return q.astype(self.dtype), k, v, slots, query, frequencies
 
     def _stored(self, key: jax.Array, store: tuple[int, ...]) -> jax.Array | Encoded | References:
-        """Random keys or values in the form."""
+        """Makes random keys or values in the form."""
         if self.form == "dense":
             return jax.random.normal(key, store, self.dtype)
         if self.form == "int8":
@@ -103,21 +103,21 @@ class Attention(NamedTuple):
         self, q: jax.Array, k, v, slots: Slots, query, frequencies,
         *, tile: Tile, interpret: bool = False,
     ) -> jax.Array:  # fmt: skip
-        """Outputs, or column sums `[B, H, G, S]`."""
-        how = {
+        """Returns outputs, or column sums `[B, H, G, S]`."""
+        options = {
             "scale": q.shape[-1] ** -0.5, "window": None, "soft_cap": None, "tile": tile,
             "interpret": interpret,
         }  # fmt: skip
         places = query, slots.position
-        if self.sums:  # whose time does not depend on the log-sum-exps
+        if self.sums:  # their time does not depend on the log-sum-exps
             lse = jnp.zeros(q.shape[:-1], jnp.float32)
-            return sums_by_kernel(q, k, slots.bias, lse, *places, **how)
+            return sums_by_kernel(q, k, slots.bias, lse, *places, **options)
         if self.queries > 1:
-            return attention_by_kernel(q, k, v, slots.bias, *places, **how)[0]
+            return attention_by_kernel(q, k, v, slots.bias, *places, **options)[0]
         turn = None if frequencies is None else Turn(frequencies, slots.position)
         return split_attention(
             q, _rows(k, q.dtype), _rows(v, q.dtype), slots, query, with_logits=False,
-            dtype=q.dtype, turn=turn, **how,
+            dtype=q.dtype, turn=turn, **options,
         )[0]  # fmt: skip
 
 

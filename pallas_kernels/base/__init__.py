@@ -1,1 +1,1 @@
-"""What all operations share: choice of an implementation, logits, rows, and parts of kernels."""
+"""Shared by all operations: choice of an implementation, logits, rows, and parts of kernels."""

@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs: a kernel of the device, or XLA."""
+"""Chooses the implementation of an operation: a kernel of the device, or XLA."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from jaxtyping import Array
 
 from pallas_kernels.base import route
 
-# By XLA; by a kernel, compiled for the device; or by the one for GPUs, interpreted on any device.
+# XLA; a kernel that is compiled for the device; the kernel for GPUs, interpreted on any device.
 IMPLEMENTATIONS = ("xla", "pallas", "interpret")
-GPU_KERNELS = ("pallas", "interpret")  # of what is chosen: where XLA runs loops from the host
+GPU_KERNELS = ("pallas", "interpret")  # kernels for GPUs, where XLA runs loops from the host
 OLDEST_GPU = (8, 0)  # the compute capability that kernels need
 
 
 def choose_implementation(
     implementation: str | None, *stores: Array | None, for_tpu: bool = False
 ) -> str:
-    """The implementation that runs: the named one, or else the best that can run here.
+    """Returns the implementation that runs: the named one, or else the best that can run here.
 
     Naming `"pallas"` on a machine without a GPU is no error by itself, since code can be lowered
-    for another machine; Pallas refuses it when it comes to compiling for a CPU. On a TPU it is the
-    kernel for TPUs.
+    for another machine. Pallas refuses it when it compiles for a CPU. On a TPU, `"pallas"` means
+    the kernel for TPUs.
 
-    A kernel sees the arrays of one device. Where arrays are divided among several automatically,
-    the best is XLA, which divides its own operations; inside `shard_map` it is the kernel.
+    A kernel sees the arrays of one device. Where arrays are divided among devices automatically,
+    XLA is the best choice, since it divides its own operations. Inside `shard_map`, the kernel is.
 
     Args:
-      implementation: as given by the caller.
-      stores: arrays that the kernel reads where they are.
+      implementation: the caller's choice.
+      stores: arrays that the kernel reads in place.
       for_tpu: whether the operation has a kernel for TPUs that reads them.
 
     Returns:
@@ -75,28 +75,29 @@ def choose_implementation(
 
 
 def _is_unaddressable(x: Array) -> bool:
-    """Pallas counts elements in 32 bits, with a sign, wherever 32 bits can count the bytes.
+    """Returns whether Pallas may fail to address all elements of `x`.
 
-    Arrays of any number of rows (`jax.export.symbolic_shape`) may have as many.
+    Pallas counts elements in signed 32 bits wherever 32 bits can count the bytes. Arrays of any
+    number of rows (`jax.export.symbolic_shape`) may have too many elements.
     """
     symbolic = jax.export.is_symbolic_dim(x.size)
     return x.dtype.itemsize == 1 and (symbolic or 2**31 <= x.size <= 2**32)
 
 
 def _is_divided(x: Array) -> bool:
-    """Whether it may lie on several devices, by a mesh whose axes XLA or JAX looks after."""
+    """Returns whether a mesh axis that is not manual may divide `x` among several devices."""
     mesh = jax.typeof(x).sharding.mesh
     if mesh.empty:
         mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    return any(size > 1 and kind != AxisType.Manual for size, kind in kinds)
+    axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return any(size > 1 and axis_type != AxisType.Manual for size, axis_type in axes)
 
 
 def on_one_cpu(implementation: str | None, *stores: Array) -> bool:
-    """Whether XLA computes it on a CPU, from arrays that are not divided among several devices.
+    """Returns whether XLA runs the operation on a CPU, on arrays that no devices divide.
 
-    There a condition is cheap, and a program can take the shorter of two ways. On a GPU it would
-    wait for the host, and several devices would wait for each other.
+    A condition is cheap there, so a program can choose the shorter of two ways at run time. On a
+    GPU it would wait for the host, and several devices would wait for each other.
     """
     by_xla = choose_implementation(implementation, *stores) == "xla"
     on_cpu = _computing_device().platform == "cpu"
@@ -104,12 +105,12 @@ def on_one_cpu(implementation: str | None, *stores: Array) -> bool:
 
 
 def on_tpu() -> bool:
-    """Whether computation goes to a TPU: by the mesh that is set, or else by the default device."""
+    """Returns whether the mesh that is set, or else the default device, is a TPU."""
     return _computing_device().platform == "tpu"
 
 
 def tpu_cores() -> int:
-    """How many cores of the TPU share the grid of a kernel: two in v4 and v5p, one in others."""
+    """Returns how many cores of the TPU share a kernel's grid: two in v4 and v5p, one in others."""
     return getattr(_computing_device(), "num_cores", None) or 1
 
 
@@ -118,7 +119,7 @@ def _computing_device() -> Any:
 
 
 def gpu_capability() -> tuple[int, int] | None:
-    """Compute capability of the default device; None unless it is a CUDA GPU."""
+    """Returns the compute capability of the default device; None unless it is a CUDA GPU."""
     device = default_device()
     # A plugin's version begins with "PJRT C API", the built-in client's with "cuda".
     if device is None or "cuda" not in device.client.platform_version:
@@ -128,13 +129,13 @@ def gpu_capability() -> tuple[int, int] | None:
 
 
 def default_device() -> Any:
-    """The GPU that computation goes to by default; None where that is no GPU."""
+    """Returns the default device if it is a GPU, else None."""
     device = _default_device()
     return device if device.platform == "gpu" else None
 
 
 def _default_device() -> Any:
-    # None, a device, or the name of a platform.
+    # The option holds None, a device, or the name of a platform.
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(device, str):
         device = jax.devices(device)[0]

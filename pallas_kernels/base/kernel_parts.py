@@ -1,4 +1,4 @@
-"""What kernels share: the part of an array that a program is given, its rows, and products."""
+"""Shared by kernels: the part of an array that a program is given, its rows, and products."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from pallas_kernels.base import route
 from pallas_kernels.base.tiles import power_of_two
 
 
-def own_part(x: Array | jax.ShapeDtypeStruct, axes: tuple[int, ...]) -> pl.BlockSpec:
-    """The block of `x` at a program's ids on these axes of the grid; other axes are whole.
+def program_part(x: Array | jax.ShapeDtypeStruct, axes: tuple[int, ...]) -> pl.BlockSpec:
+    """Returns the block of `x` at a program's ids on `axes` of the grid; the rest of `x` is whole.
 
-    An axis of length 1 is one that all ids share.
+    All ids share an axis of length 1.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from pallas_kernels.base.kernel_parts import own_part
-      >>> part = own_part(jnp.zeros((2, 1, 50)), (0, 1))
+      >>> from pallas_kernels.base.kernel_parts import program_part
+      >>> part = program_part(jnp.zeros((2, 1, 50)), (0, 1))
       >>> part.block_shape, part.index_map(1, 3, 7)
       ((None, None, 50), (1, 0, 0))
     """
     rest = x.ndim - len(axes)
-    one = [length == 1 for length in x.shape]
+    is_shared = [length == 1 for length in x.shape]
 
     def pick(*ids):
-        own = (0 if one[place] else ids[axis] for place, axis in enumerate(axes))
-        return (*own, *(0,) * rest)
+        leading = (0 if is_shared[place] else ids[axis] for place, axis in enumerate(axes))
+        return (*leading, *(0,) * rest)
 
     return pl.BlockSpec((None,) * len(axes) + x.shape[len(axes) :], pick)
 
 
 def head_part(x: Array, lists: int) -> pl.BlockSpec:
-    """The block of `x [B, H, ...]` that list k of K reads: head `k // (K / H)`.
+    """Returns the block of `x [B, H, ...]` that list k of K reads: head `k // (K / H)`.
 
-    B is 1 for what all rows share.
+    B is 1 for an array that all rows share.
 
     Example:
       >>> import jax.numpy as jnp
@@ -60,14 +60,14 @@ def head_part(x: Array, lists: int) -> pl.BlockSpec:
 def load_rows(
     ref: Any, number: Int[Array, "*N"], wanted: Bool[Array, "*N"], least: int = 1
 ) -> Float[Array, "*N P"]:
-    """In a kernel, rows of a ref `[S, D]`; 0 where they are not wanted, and in channels from D on.
+    """Reads rows of a ref `[S, D]` in a kernel; 0 in unwanted rows and in channels from D on.
 
     Args:
-      ref: to the rows.
-      number: of each row.
-      wanted: which of them are read.
-      least: of the power of two P that D is padded to: what a matrix unit takes (`SMALLEST`) for
-        the rows of a product.
+      ref: reference to the rows.
+      number: number of each row.
+      wanted: which of the rows are read.
+      least: lower bound of P, the power of two that D is padded to. The rows of a product need
+        what a matrix unit takes at least (`SMALLEST`).
     """
     cells, mask = _cells(ref, number, wanted, max(least, power_of_two(ref.shape[1])))
     return route.load(ref.at[cells], mask=mask, other=zero(ref.dtype))
@@ -76,19 +76,19 @@ def load_rows(
 def store_rows(
     ref: Any, number: Int[Array, "*N"], wanted: Bool[Array, "*N"], rows: Float[Array, "*N P"]
 ) -> None:
-    """In a kernel, writes rows that `load_rows` would read."""
+    """Writes, in a kernel, the rows that `load_rows` would read."""
     cells, mask = _cells(ref, number, wanted, rows.shape[-1])
     route.store(ref.at[cells], rows, mask=mask)
 
 
 def _cells(ref: Any, number: Array, wanted: Array, width: int) -> tuple[tuple, Bool[Array, ...]]:
-    """Row and channel of every number of some rows, and which of them there are."""
+    """Returns row and channel of every element of some rows, and which elements exist."""
     channel = jnp.arange(width, dtype=jnp.int32).reshape((1,) * number.ndim + (-1,))
     return (number[..., None], channel), wanted[..., None] & (channel < ref.shape[1])
 
 
 def dot(a: Float[Array, "M K"], b: Float[Array, "K N"]) -> Float[Array, "M N"]:
-    """The product of two tiles of one dtype, summed in float32.
+    """Returns the product of two tiles of one dtype, summed in float32.
 
     Example:
       >>> import jax.numpy as jnp
@@ -96,16 +96,16 @@ def dot(a: Float[Array, "M K"], b: Float[Array, "K N"]) -> Float[Array, "M N"]:
       >>> dot(jnp.ones((1, 2), jnp.bfloat16), jnp.ones((2, 1), jnp.bfloat16)).dtype
       dtype('float32')
     """
-    # What is stored as float32 is not rounded to TF32's 10 bits on the way.
+    # Without the precision, a GPU would round float32 to the 10 bits of TF32.
     precision = jax.lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
     return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
 def dot_mixed(a: Float[Array, "M K"], b: Float[Array, "K N"]) -> Float[Array, "M N"]:
-    """The product of a tile of bfloat16 and one of float32, as both are, summed in float32.
+    """Returns the product of a bfloat16 tile and a float32 tile, unrounded, summed in float32.
 
-    Each number of b is the sum of three of bfloat16, whose products matrix units compute. They have
-    none for float32, and registers do not suffice for large tiles of it.
+    Each number of b is split into three bfloat16 numbers, whose products matrix units compute. They
+    have no product for float32, and registers do not suffice for large tiles of float32.
 
     Example:
       >>> import jax.numpy as jnp
@@ -115,7 +115,8 @@ def dot_mixed(a: Float[Array, "M K"], b: Float[Array, "K N"]) -> Float[Array, "M
     """
     total = jnp.zeros((a.shape[0], b.shape[1]), jnp.float32)
     for _ in range(3):
-        # The first 8 bits of each number. Conversions there and back are what XLA leaves out.
+        # Takes the first 8 bits of each number by a mask: XLA removes a conversion to bfloat16 and
+        # back.
         bits = jax.lax.bitcast_convert_type(b, jnp.uint32) & np.uint32(0xFFFF0000)
         first = jax.lax.bitcast_convert_type(bits, jnp.float32)
         total += dot(a, first.astype(jnp.bfloat16))
@@ -124,7 +125,7 @@ def dot_mixed(a: Float[Array, "M K"], b: Float[Array, "K N"]) -> Float[Array, "M
 
 
 def zero(dtype: jnp.dtype) -> np.generic:
-    """0 as a scalar of a dtype: what a masked load gives where it loads nothing.
+    """Returns 0 as a scalar of a dtype: the result of a masked load where it loads nothing.
 
     Example:
       >>> from pallas_kernels.base.kernel_parts import zero

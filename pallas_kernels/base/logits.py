@@ -13,8 +13,8 @@ Product = Callable[[Array, Array, Array | int], Array]
 
 
 def products(q: Float[Array, "B H R D"], k: Float[Array, "B H S D"]) -> Float[Array, "B H R S"]:
-    """Float32 `q · k`."""
-    # In the dtype of the keys: a bfloat16 cache would otherwise be widened in every step.
+    """Returns `q · k` in float32."""
+    # q is cast to the dtype of the keys: a bfloat16 cache would otherwise be widened in every step.
     return jnp.einsum("bhrd,bhsd->bhrs", q.astype(k.dtype), k, preferred_element_type=jnp.float32)
 
 
@@ -29,13 +29,13 @@ def masked_logits(
     window: int | None,
     soft_cap: float | None,
 ) -> Float[Array, "B H R S"]:
-    """Float32 attention logits, `-inf` where a query does not see a slot.
+    """Returns float32 attention logits, `-inf` where a query does not see a slot.
 
     The R query rows of a KV head are its G query heads times the T tokens, tokens fastest. Masking
-    uses `where`, so that nothing that stands in a free slot's key reaches the result.
+    uses `where`, so that the contents of a free slot's key never reach the result.
     """
-    kind = {"scale": scale, "window": window, "soft_cap": soft_cap}
-    return mask_products(products(q, k), bias, key_position, query_position, **kind)
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    return mask_products(products(q, k), bias, key_position, query_position, **options)
 
 
 def mask_products(
@@ -48,7 +48,7 @@ def mask_products(
     window: int | None,
     soft_cap: float | None,
 ) -> Float[Array, "B H R S"]:
-    """`masked_logits` from products `q·k`."""
+    """Returns `masked_logits` from products `q·k`."""
     rows, tokens = products.shape[2], query_position.shape[1]
     logits = products * scale
     if soft_cap is not None:
@@ -65,22 +65,22 @@ def visible_slots(
     query_position: Int[Array, "B T"],
     window: int | None,
 ) -> Bool[Array, "B H T S"]:
-    """Whether a query sees a slot: a live one, not newer than the query, and in its window."""
+    """Returns whether a query sees a slot: live, not newer than the query, and in its window."""
     q_pos, k_pos = query_position[:, None, :, None], key_position[:, :, None, :]
     visible = (k_pos <= q_pos) & live_slots(bias, key_position)[:, :, None, :]
     return visible if window is None else visible & (k_pos > q_pos - window)
 
 
 def live_slots(bias: Float[Array, "*S"], key_position: Int[Array, "*S"]) -> Bool[Array, "*S"]:
-    """Slots that hold a token."""
+    """Returns which slots hold a token."""
     return (bias > -jnp.inf) & (key_position >= 0)
 
 
 def finite_or_zero(top: Float[Array, "*R"]) -> Float[Array, "*R"]:
-    """What is subtracted before exp: 0 for a row that has seen nothing, since exp(-inf - 0) = 0."""
+    """Returns what to subtract before exp: 0 for a row that sees nothing, as exp(-inf - 0) = 0."""
     return jnp.where(top == -jnp.inf, 0.0, top)
 
 
 def or_one(total: Float[Array, "*R"]) -> Float[Array, "*R"]:
-    """What weights are divided by: 1 for a row that has seen nothing, whose weights are 0."""
+    """Returns what to divide weights by: 1 for a row that sees nothing, whose weights are 0."""
     return jnp.where(total == 0, 1.0, total)

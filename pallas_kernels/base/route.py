@@ -1,8 +1,8 @@
-"""How kernels get to a GPU: Pallas by way of Triton, decided here for all of them.
+"""The route of all kernels to a GPU: Pallas lowered by way of Triton.
 
-JAX 0.10.2 to 0.12 lower a Pallas kernel by way of Triton; since 0.11 they say that it will go. A
-kernel's file takes `pallas_call`, `load`, `store` and `debug_barrier` from here and nothing of
-Triton's from JAX, so that another route is a change of this file. Where the lowering is gone,
+JAX 0.10.2 to 0.12 lower a Pallas kernel by way of Triton; JAX has announced its removal since 0.11.
+The files of kernels take `pallas_call`, `load`, `store` and `debug_barrier` from here and nothing
+of Triton from JAX, so that another route changes this file alone. Where JAX lacks the lowering,
 everything runs by XLA, and `check_route` says why a kernel does not.
 """
 
@@ -19,11 +19,11 @@ try:
 except ImportError:  # a JAX without the lowering
     CompilerParams = debug_barrier = load = store = None
 
-VERSIONS = "0.10.2 to 0.12"  # of JAX, that have it
+VERSIONS = "0.10.2 to 0.12"  # versions of JAX that have the lowering
 
 
 def has_route() -> bool:
-    """Whether this JAX can lower kernels.
+    """Returns whether this JAX can lower kernels.
 
     Example:
       >>> from pallas_kernels.base.route import has_route
@@ -45,12 +45,12 @@ def check_route() -> None:
 def pallas_call(
     kernel: Callable[..., None], *, num_warps: int = 4, num_stages: int = 2, **options: Any
 ) -> Callable[..., Any]:
-    """`pl.pallas_call` on this route.
+    """Calls `pl.pallas_call` on this route.
 
     Args:
-      kernel: its body, which reads with `load` and writes with `store`.
-      num_warps, num_stages: of a program; what kernels take that are not tuned.
-      options: all else that `pl.pallas_call` takes.
+      kernel: body of the kernel, which reads with `load` and writes with `store`.
+      num_warps, num_stages: warps and stages of a program; the defaults suit untuned kernels.
+      options: all other arguments of `pl.pallas_call`.
 
     Raises:
       RuntimeError: this JAX cannot lower kernels.

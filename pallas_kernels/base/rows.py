@@ -1,4 +1,4 @@
-"""Rows of arrays: gathered by their number, and block by block."""
+"""Rows of arrays: gathered by number, or visited block by block."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import jax
 import jax.export
 from jaxtyping import Array, Float, Int
 
-BLOCK = 1024  # slots that are decoded at a time: on CPU, what stays in its caches
+BLOCK = 1024  # slots that are decoded at a time: as many as stay in the caches of a CPU
 T = TypeVar("T")
 
-# No index here is negative. Handling negative ones was a fifth of what a prompt pass traces.
+# No index here is negative. Handling negative ones would add a fifth to what a prompt pass traces.
 block_of = functools.partial(jax.lax.dynamic_slice_in_dim, allow_negative_indices=False)
 entry_of = functools.partial(
     jax.lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False
 )
 
-# Mapped, and not indexed by iota, which brings collectives when a cache is sharded over rows or
-# heads.
+# Mapped over rows and heads: indexing them by iota would bring collectives when a cache is sharded
+# over rows or heads.
 _take = jax.vmap(jax.vmap(lambda x, index: x.at[index].get(wrap_negative_indices=False)))
 
 
 def counted_rows(x: Array) -> int:
-    """The rows of `x [B, ...]` by which sizes of blocks are chosen.
+    """Returns the number of rows of `x [B, ...]` by which sizes of blocks are chosen.
 
-    A program that `jax.export` makes for any number of rows has blocks that suit one.
+    It is 1 in a program that `jax.export` makes for any number of rows.
 
     Example:
       >>> import jax.numpy as jnp
@@ -39,7 +39,7 @@ def counted_rows(x: Array) -> int:
 
 
 def take_slots(x: Array, index: Int[Array, "B K N"]) -> Array:
-    """Slots of every head: `x [B, H, S, ...]` at `index` is `[B, K, N, ...]`.
+    """Gathers slots of every head: `x [B, H, S, ...]` at `index` is `[B, K, N, ...]`.
 
     K is H or a multiple of it: list k reads head `k // (K / H)`. No index is negative.
 
@@ -54,7 +54,7 @@ def take_slots(x: Array, index: Int[Array, "B K N"]) -> Array:
 
 
 def take_shared(x: Float[Array, "#B N D"], index: Int[Array, "B *I"]) -> Float[Array, "B *I D"]:  # noqa: UP037
-    """Rows of each row's own array, or of one that all share; every index is 0 to N - 1."""
+    """Gathers from each row's own array, or from one that all share; indices are 0 to N - 1."""
 
     def take(x: Array, index: Array) -> Array:
         return x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
@@ -65,9 +65,9 @@ def take_shared(x: Float[Array, "#B N D"], index: Int[Array, "B *I"]) -> Float[A
 
 
 def over_blocks(slots: int, block: int, add: Callable[[Array | int, int, T], T], carry: T) -> T:
-    """`add(start, count, carry)` for one block of slots after the other; the last has the rest.
+    """Calls `add(start, count, carry)` block by block over slots; the last block has the rest.
 
-    Fewer slots than two blocks are one block, which compiles in half the time.
+    Fewer slots than two blocks form one block, which compiles in half the time.
     """
     blocks, rest = divmod(slots, block)
     if blocks <= 1:

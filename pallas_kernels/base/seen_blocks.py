@@ -1,4 +1,4 @@
-"""Which blocks of slots some queries may see, from positions alone."""
+"""Blocks of slots that a tile of queries may see, found from positions alone."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def meets(
     rows: int,
     block: int,
 ) -> Bool[Array, "B H I J"]:
-    """Whether any of the `rows` queries of tile i may see any of the `block` slots of block j."""
+    """Returns whether one of tile i's `rows` queries may see one of block j's `block` slots."""
     query = _in_tiles(query_position, rows)[:, None, :, None]
     key = jnp.where(live_slots(bias, key_position), key_position, -1)
     key = _in_tiles(key, block)[:, :, None]
     oldest_key = jnp.where(key >= 0, key, NEVER).min(-1)
-    found = oldest_key <= query.max(-1)
+    sees = oldest_key <= query.max(-1)
     if window is not None:
         oldest_query = jnp.where(query >= 0, query, NEVER).min(-1)
-        found &= key.max(-1) > oldest_query - window
-    return found
+        sees &= key.max(-1) > oldest_query - window
+    return sees
 
 
 def _in_tiles(position: Int[Array, "*B N"], size: int) -> Int[Array, "*B I size"]:
-    """Positions in tiles; -1 fills the last one."""
+    """Cuts positions into tiles; -1 fills the last one."""
     tiles = -(-position.shape[-1] // size)
     widths = [(0, 0)] * (position.ndim - 1) + [(0, tiles * size - position.shape[-1])]
     padded = jnp.pad(position, widths, constant_values=-1)
@@ -41,7 +41,9 @@ def _in_tiles(position: Int[Array, "*B N"], size: int) -> Int[Array, "*B I size"
 
 
 def hull(met: Bool[Array, ...], axis: int) -> tuple[Array, Array]:
-    """The smallest range [first, end) that holds every true entry along an axis; none: 0 ends it.
+    """Returns the smallest range [first, end) with every true entry along an axis.
+
+    Without a true entry, end is 0 and the range is empty.
 
     Example:
       >>> import jax.numpy as jnp

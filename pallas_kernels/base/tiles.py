@@ -1,4 +1,4 @@
-"""How kernels cut their work, per generation of devices: the table that `tune` writes."""
+"""Tile sizes of kernels per generation of devices: the table that `tune` writes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from pallas_kernels.base.dispatch import default_device, gpu_capability
 
 PATH = Path(__file__).with_name("tiles.json")
-DEFAULT = "hopper"  # what is lowered for where no GPU says otherwise
-SMALLEST, LARGEST = 16, 256  # slots of a tile: what a matrix unit takes at least, and keeps in hand
-WIDE = 1024  # bytes of a row; of wider ones, shared memory has room for one tile at a time
+DEFAULT = "hopper"  # the generation to lower for where there is no GPU
+SMALLEST, LARGEST = 16, 256  # slots of a tile: the least a matrix unit takes, the most it can hold
+WIDE = 1024  # bytes of a row; shared memory has room for only one tile of wider rows at a time
 BLOCKS_PER_SPLIT = 4  # with fewer, starting a program costs more than reading
 
 
@@ -21,12 +21,13 @@ class Tile:
     """One row of the table.
 
     Attributes:
-      tile_bytes: of one tile of keys; the tile of values is as large.
-      warps, stages: of a program: its threads by 32, and how many tiles are under way at a time.
-      programs: how many are wanted per core, which decides how often the slots of a head are split.
-      cores: of the device that the row was measured on, where the device itself is not there.
-      query_bytes: of a program's queries, at most: 64 rows of 128 channels in bfloat16 are as many
-        as a matrix unit takes at a time. The output takes twice as much, in float32.
+      tile_bytes: bytes of a tile of keys; a tile of values is as large.
+      warps: groups of 32 threads of a program.
+      stages: tiles that a program loads at a time.
+      programs: programs wanted per core; decides into how many parts a head's slots are split.
+      cores: cores of the device that the row was measured on, for use where there is no device.
+      query_bytes: most bytes of a program's queries: 64 rows of 128 channels in bfloat16 are as
+        many as a matrix unit takes at a time. The output takes twice as much, in float32.
     """
 
     tile_bytes: int
@@ -37,33 +38,36 @@ class Tile:
     query_bytes: int = 16_384
 
     def block(self, row_bytes: int, slots: int) -> int:
-        """Slots of a tile, a power of two: no more than cover all of them."""
+        """Returns the slots of a tile: a power of two, no larger than needed to cover all slots."""
         fitting = 1 << max(self.tile_bytes // row_bytes, 1).bit_length() - 1
         return max(SMALLEST, min(fitting, LARGEST, power_of_two(slots)))
 
     def rows(self, row_bytes: int, rows: int) -> int:
-        """Query rows of a program, a power of two: no more than cover all of them."""
+        """Returns the query rows of a program: a power of two, no larger than covers all rows."""
         return max(SMALLEST, min(self.query_bytes // row_bytes, power_of_two(rows)))
 
     def stages_of(self, row_bytes: int) -> int:
-        """How many tiles of rows are under way at a time."""
+        """Returns how many tiles of rows are loaded at a time."""
         return self.stages if row_bytes <= WIDE else 1
 
     def splits(self, programs: int, slots: int, block: int) -> int:
-        """How many programs share the slots of a head, with `programs` heads and row tiles."""
+        """Returns how many programs share a head's slots.
+
+        `programs` is the number of heads times that of row tiles.
+        """
         wanted = -(-self.programs * self.cores // programs)
         return max(1, min(wanted, -(-slots // (block * BLOCKS_PER_SPLIT))))
 
 
 def tile_of(operation: str) -> Tile:
-    """The tile sizes of an operation on the default GPU, or for the default generation."""
+    """Returns an operation's tile sizes for the default GPU, or for the default generation."""
     tile = Tile(**table()[generation(gpu_capability())][operation])
     device = default_device()
     return tile if device is None else dataclasses.replace(tile, cores=device.core_count)
 
 
 def generation(capability: tuple[int, int] | None) -> str:
-    """The name of a compute capability's generation.
+    """Returns the name of a compute capability's generation.
 
     Example:
       >>> from pallas_kernels.base.tiles import generation
@@ -79,12 +83,12 @@ def generation(capability: tuple[int, int] | None) -> str:
 
 @functools.cache
 def table() -> dict[str, dict[str, dict[str, int]]]:
-    """The table as it stands in the file: generation, operation, sizes."""
+    """Returns the table of the file: sizes by generation and operation."""
     return json.loads(PATH.read_text())
 
 
 def power_of_two(number: int) -> int:
-    """The smallest power of two that is not below a number.
+    """Returns the smallest power of two that is not below a number.
 
     Example:
       >>> from pallas_kernels.base.tiles import power_of_two

@@ -1,4 +1,4 @@
-"""What is the same on all devices inside `jax.shard_map`, and what is not."""
+"""Marks arrays as different on each device inside `jax.shard_map`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ T = TypeVar("T")
 
 
 def varying(start: T, *arrays: Any) -> T:
-    """Arrays that loops begin with, or that branches give, as different on devices as `arrays`.
+    """Marks `start` as varying over the mesh axes that `arrays` vary over.
 
-    With its default `check_vma`, `jax.shard_map` knows constants from what differs by device, and
-    refuses a loop that begins with the one and goes on with the other. Elsewhere it is `start`.
+    Loops begin with such arrays, and branches return them. With its default `check_vma`,
+    `jax.shard_map` tells constants from arrays that differ by device, and refuses a loop that
+    begins with the former and goes on with the latter. Outside of it, `start` comes back unchanged.
 
     Example:
       >>> import jax.numpy as jnp
@@ -33,6 +34,6 @@ def varying(start: T, *arrays: Any) -> T:
 
 
 def _axes(x: Any) -> frozenset[str]:
-    """The axes of a mesh over which an array differs; JAX has renamed where it says so."""
+    """Returns the mesh axes over which an array differs; the attribute depends on JAX's version."""
     aval: Any = jax.typeof(x)
     return frozenset(aval.vma if hasattr(aval, "vma") else aval.mat.varying)

@@ -1,1 +1,1 @@
-"""Forms of stored rows: 8 and 4 bits, references to a codebook, packed bits."""
+"""Stored forms of rows: 8 and 4 bits, references to a codebook, packed bits."""

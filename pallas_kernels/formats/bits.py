@@ -1,4 +1,4 @@
-"""Keys and values in 8 and 4 bits: how they are encoded, and attention's products with them."""
+"""Keys and values in 8 and 4 bits: their encoding, and attention's products with them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Axis = Literal["token", "channel"]
 
 
 class Encoded(NamedTuple):
-    """Numbers of 8 bits with a scale per slot, or packed ones of 4 with scale and low per group."""
+    """8-bit numbers with a scale per slot, or packed 4-bit numbers with scale and low per group."""
 
     values: Int8[Array, "B H S D"] | UInt8[Array, "B H S D"] | UInt8[Array, "B H S D/2"]
     scale: Array
@@ -33,16 +33,16 @@ class Encoded(NamedTuple):
 def quantise_slots(
     x: Float[Array, "... S D"], dtype: DTypeLike = jnp.int8
 ) -> tuple[Array, Float[Array, "... S"]]:
-    """Symmetric numbers of 8 bits, and the scale of each slot: `scale = max |x| / most`.
+    """Quantises to symmetric 8-bit numbers with one scale per slot: `scale = max |x| / most`.
 
-    `q = x / scale`, rounded half to even; 0 where all of a slot is 0.
+    `q = x / scale`, rounded half to even; 0 where a whole slot is 0.
 
     Args:
       dtype: `int8` (most = 127) or `float8_e4m3fn` (most = 448).
 
     Returns:
-      q as int8, or as bytes (uint8) that are the bits of float8: XLA on CPU would keep a loop's
-      array of float8 in a wider dtype. Float32 scales.
+      q as int8, or as bytes (uint8) that are the bits of float8, since XLA on CPU would keep a
+      loop's float8 array in a wider dtype; and float32 scales.
 
     Example:
       >>> import jax.numpy as jnp
@@ -51,30 +51,30 @@ def quantise_slots(
       >>> q.tolist(), scale.tolist()
       ([[-127, 1, 0], [0, 0, 0]], [2.0, 0.0])
     """
-    whole = jnp.issubdtype(dtype, jnp.integer)
-    most = float((jnp.iinfo if whole else jnp.finfo)(dtype).max)
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    most = float((jnp.iinfo if is_integer else jnp.finfo)(dtype).max)
     x = x.astype(jnp.float32)
     scale = jnp.abs(x).max(-1) / most
     q = jnp.clip(_over(x, scale[..., None]), -most, most)
-    if whole:
+    if is_integer:
         return jnp.round(q).astype(dtype), scale
     return jax.lax.bitcast_convert_type(q.astype(dtype), jnp.uint8), scale
 
 
 def dequantise_slots(q: Array, scale: Float[Array, "... S"]) -> Float[Array, "... S D"]:
-    """`q · scale` in float32."""
+    """Returns `q · scale` in float32."""
     return _numbers(q) * scale[..., None]
 
 
 def _numbers(q: Array) -> Float[Array, "... D"]:
-    """Float32 numbers of 8 bits."""
+    """Returns 8-bit numbers as float32."""
     if q.dtype == jnp.uint8:
         q = jax.lax.bitcast_convert_type(q, jnp.float8_e4m3fn)
     return q.astype(jnp.float32)
 
 
 def _over(x: Array, scale: Array) -> Array:
-    """x / scale, 0 where the scale is."""
+    """Returns x / scale; 0 where the scale is 0."""
     return jnp.where(scale > 0, x / jnp.where(scale > 0, scale, 1.0), 0.0)
 
 
@@ -84,10 +84,10 @@ def _over(x: Array, scale: Array) -> Array:
 def quantise_groups(
     x: Float[Array, "... S D"], group: int, axis: Axis = "token"
 ) -> tuple[UInt8[Array, "... S D/2"], Array, Array]:
-    """Numbers of 4 bits, two in a byte, and scale and least value of each group.
+    """Quantises to 4-bit numbers, two in a byte, with scale and least value per group.
 
     `low = min`, `scale = (max - min) / 15`, both rounded to the dtype of x;
-    `q = (x - low) / scale`, rounded half to even; 0 where the scale is.
+    `q = (x - low) / scale`, rounded half to even; 0 where the scale is 0.
 
     Args:
       group: values of a group; it divides D (axis "token") or S ("channel").
@@ -116,7 +116,7 @@ def quantise_groups(
 def dequantise_groups(
     packed: UInt8[Array, "... S D/2"], scale: Array, low: Array, axis: Axis = "token"
 ) -> Float[Array, "... S D"]:
-    """`low + q · scale` in float32."""
+    """Returns `low + q · scale` in float32."""
     return _scaled(unpack_int4(packed), scale, low, axis)
 
 
@@ -127,9 +127,9 @@ def _scaled(q: Array, scale: Array, low: Array, axis: Axis) -> Float[Array, "...
 
 
 def pack_int4(q: UInt8[Array, "... D"]) -> UInt8[Array, "... D/2"]:
-    """Two numbers of 0 to 15 in a byte: channel i in the low bits, i + D / 2 in the high ones.
+    """Packs two numbers of 0 to 15 in a byte: channel i in the low bits, i + D / 2 in the high.
 
-    So each half of the channels comes out of the bytes as it is, and nothing is interleaved.
+    Unpacking gives each half of the channels at once, without interleaving.
 
     Example:
       >>> import jax.numpy as jnp
@@ -143,7 +143,7 @@ def pack_int4(q: UInt8[Array, "... D"]) -> UInt8[Array, "... D/2"]:
 
 
 def unpack_int4(packed: UInt8[Array, "... D/2"]) -> UInt8[Array, "... D"]:
-    """The numbers that `pack_int4` has packed."""
+    """Unpacks the numbers that `pack_int4` has packed."""
     return jnp.concatenate(_halves(packed), axis=-1)
 
 
@@ -152,12 +152,12 @@ def _halves(packed: UInt8[Array, "... D/2"]) -> tuple[Array, Array]:
 
 
 def _along(axis: Axis) -> int:
-    """The dimension that groups run along: of `[..., S, D]`, and of what `_grouped` makes of it."""
+    """Returns the dimension that groups run along, in `[..., S, D]` and in `_grouped` arrays."""
     return {"token": -1, "channel": -2}[axis]
 
 
 def _grouped(x: Array, size: int, axis: Axis) -> Array:
-    """`[..., S, D]` to `[..., S, D / size, size]` or `[..., S / size, size, D]`."""
+    """Reshapes `[..., S, D]` to `[..., S, D / size, size]` or `[..., S / size, size, D]`."""
     *rest, slots, channels = x.shape
     shape = (slots, channels // size, size) if axis == "token" else (slots // size, size, channels)
     return x.reshape(*rest, *shape)
@@ -175,11 +175,11 @@ def quantized_logits(
     axis: Axis = "token",
     product: Product | None = None,
 ) -> Float[Array, "B H R S"]:
-    """`q · k` of encoded keys in float32, without a decoded copy of all of them.
+    """Returns `q · k` of encoded keys in float32, without a decoded copy of all keys.
 
     Args:
       values, scale, low: from `quantise_slots` (low = None) or `quantise_groups`.
-      axis: of the groups.
+      axis: axis of the groups.
       product: takes the place of `q · k` where keys are rotated when they are read; see
         `base.logits.Product`.
 
@@ -195,10 +195,10 @@ def quantized_logits(
     def add(start: Array | int, count: int, out: Array) -> Array:
         parts, by = _decoded(values, scale, low, axis, start, count)
         if product is not None:
-            logits = product(q, _whole(parts), start)
+            logits = product(q, _joined(parts), start)
         else:
-            own = jnp.split(q, len(parts), axis=-1)
-            pairs = zip(own, parts, strict=True)
+            q_parts = jnp.split(q, len(parts), axis=-1)
+            pairs = zip(q_parts, parts, strict=True)
             logits = sum(_einsum("bhrd,bhsd->bhrs", *pair) for pair in pairs)
         logits = logits if by is None else logits * by[:, :, None]
         return jax.lax.dynamic_update_slice_in_dim(out, logits, start, 3)
@@ -216,7 +216,7 @@ def quantized_mix(
     axis: Axis = "token",
     live: Bool[Array, "B H S"] | None = None,
 ) -> Float[Array, "B H R D"]:
-    """`Σ_s w_s v_s` of encoded values in float32, without a decoded copy of all of them.
+    """Returns `Σ_s w_s v_s` of encoded values in float32, without a decoded copy of all values.
 
     Args:
       values, scale, low, axis: as in `quantized_logits`.
@@ -235,19 +235,19 @@ def quantized_mix(
         part = block_of(weights, start, count, 3)
         parts, by = _decoded(values, scale, low, axis, start, count, live)
         part = part if by is None else part * by[:, :, None]
-        return total + _whole([_einsum("bhrs,bhsd->bhrd", part, rows) for rows in parts])
+        return total + _joined([_einsum("bhrs,bhsd->bhrd", part, rows) for rows in parts])
 
     channels = values.shape[3] * (1 if low is None else 2)
     total = jnp.zeros((*weights.shape[:3], channels), jnp.float32)
     return _over_blocks(values, scale, axis, add, varying(total, weights, values))
 
 
-def _einsum(what: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(what, a, b, precision=jax.lax.Precision.HIGHEST)
+def _einsum(subscripts: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(subscripts, a, b, precision=jax.lax.Precision.HIGHEST)
 
 
 def _over_blocks(values: Array, scale: Array, axis: Axis, add: Callable, carry: Array) -> Array:
-    """`over_blocks` of whole groups."""
+    """Calls `over_blocks` with blocks of whole groups."""
     size, block = values.shape[2], BLOCK
     if axis == "channel":
         group = size // scale.shape[2]
@@ -256,10 +256,10 @@ def _over_blocks(values: Array, scale: Array, axis: Axis, add: Callable, carry: 
 
 
 def _decoded(values, scale, low, axis: Axis, start: Array | int, count: int, live=None):
-    """Float32 rows of a block, as one array or one for each half of the channels, and factors.
+    """Decodes the rows of a block to float32: one array, or one per half of the channels.
 
-    Each slot's row must still be multiplied by its factor; None: there are no factors. Rows that no
-    `live` slot has are finite; None: they are as they are stored.
+    Returns the arrays and a factor per slot, by which its row must still be multiplied (None: there
+    are no factors). With `live`, rows without a live slot are finite; without, rows are as stored.
     """
     slots = values.shape[2]
 
@@ -272,7 +272,7 @@ def _decoded(values, scale, low, axis: Axis, start: Array | int, count: int, liv
 
     if low is None:
         rows = part(values)
-        # Any byte is a number as int8. As float8 it may be NaN.
+        # Every byte is a number as int8, but may be NaN as float8.
         return [_numbers(number(rows) if rows.dtype == jnp.uint8 else rows)], number(part(scale))
     values, scale, low = part(values), number(part(scale)), number(part(low))
     if scale.shape[3] % 2:  # a group has channels of both halves
@@ -282,10 +282,12 @@ def _decoded(values, scale, low, axis: Axis, start: Array | int, count: int, liv
 
 
 def _of_live(x: Array, live: Bool[Array, "B H S"]) -> Array:
-    """`x [B, H, S, ...]`, or of groups of slots, with zeros for what no live slot has."""
-    own = live.reshape(*x.shape[:3], -1).any(-1)
-    return jnp.where(own.reshape(*own.shape, *(1,) * (x.ndim - 3)), x, jnp.zeros((), x.dtype))
+    """Puts zeros into `x [B, H, S or groups, ...]` where no slot is live."""
+    any_live = live.reshape(*x.shape[:3], -1).any(-1)
+    return jnp.where(
+        any_live.reshape(*any_live.shape, *(1,) * (x.ndim - 3)), x, jnp.zeros((), x.dtype)
+    )
 
 
-def _whole(parts: list[Array]) -> Array:
+def _joined(parts: list[Array]) -> Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)

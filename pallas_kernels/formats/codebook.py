@@ -1,4 +1,4 @@
-"""Attention's products with keys and values that are references to a codebook's entries."""
+"""Attention's products with keys and values stored as references to a codebook's entries."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pallas_kernels.base.mixing import as_weights, unless_finite, unscaled
 from pallas_kernels.base.rows import BLOCK, block_of, counted_rows, over_blocks, take_shared
 from pallas_kernels.base.varying import varying
 
-# On CPU, gathering the entry of a slot takes as long as this many products of a query row with an
-# entry. The kernels always gather, which is cheap on a GPU.
+# On CPU, gathering a slot's entry takes as long as this many products of a query row with an entry.
+# The kernels always gather, which is cheap on a GPU.
 PER_ENTRY = 16
-ROTATED = 1024  # rows, counted over all heads, that are rotated at a time
+ROTATED = 1024  # rows of all heads together that are rotated at a time
 
 
 class References(NamedTuple):
@@ -42,11 +42,11 @@ def codebook_logits(
     product: Product | None = None,
     channels: int | None = None,
 ) -> Float[Array, "B H R S"]:
-    """`q · entries[index] · magnitude` in float32, without a decoded copy of all keys.
+    """Returns `q · entries[index] · magnitude` in float32, without a decoded copy of all keys.
 
-    Where it is cheaper, products with channels that are not rotated are computed once per entry and
-    gathered per slot. Products with rotated channels depend on the slot's position too: such
-    channels are gathered and rotated a block of slots at a time.
+    Where it is cheaper, products with unrotated channels are computed once per entry and gathered
+    per slot. Products with rotated channels also depend on the slot's position, so such channels
+    are gathered and rotated a block of slots at a time.
 
     Args:
       entries: that all heads of a row share.
@@ -66,19 +66,19 @@ def codebook_logits(
       [[[[5.0, 2.0, 5.0]]]]
     """
     slots, width = index.shape[2], q.shape[3]
-    whole = product is not None and channels in (None, width)
-    apart = not whole and _per_entry(q.shape[2], entries, slots)
-    width = width if not apart else 0 if product is None else channels
+    rotates_all = product is not None and channels in (None, width)
+    by_entry = not rotates_all and _per_entry(q.shape[2], entries, slots)
+    width = width if not by_entry else 0 if product is None else channels
     q = q.astype(entries.dtype)
     out = jnp.zeros((*q.shape[:3], slots), jnp.float32)
-    if apart:
+    if by_entry:
         per_entry = _einsum("bhrd,bed->bher", q[..., width:], entries[:, 0, :, width:])
-        out = jnp.moveaxis(_take_own(per_entry, index), 3, 2)
+        out = jnp.moveaxis(_take_per_head(per_entry, index), 3, 2)
 
     def add(start: Array | int, count: int, out: Array) -> Array:
         part = block_of(index, start, count, 2)
         logits = multiply(q[..., :width], _take(entries[..., :width], part), start)
-        if apart:
+        if by_entry:
             logits = logits + block_of(out, start, count, 3)
         return jax.lax.dynamic_update_slice_in_dim(out, logits, start, 3)
 
@@ -96,10 +96,10 @@ def codebook_mix(
     *,
     live: Bool[Array, "B H S"] | None = None,
 ) -> Float[Array, "B H R D"]:
-    """`Σ_s w_s · entries[index_s] · magnitude_s` in float32, without a decoded copy of all values.
+    """Returns `Σ_s w_s · entries[index_s] · magnitude_s` in float32, without decoding all values.
 
     Weights are summed per entry and multiplied with the entries once. Where a row has many more
-    entries than a head has slots, slots are decoded block by block instead, which is then cheaper.
+    entries than a head has slots, decoding the slots block by block is cheaper and done instead.
 
     Args:
       entries, index, magnitude: as in `codebook_logits`.
@@ -122,7 +122,7 @@ def codebook_mix(
     slots = index.shape[2]
     if not _per_entry(weights.shape[2], entries, slots):
         return _mix_slots(weights, entries, index, live)
-    total = _sum_own(jnp.moveaxis(weights, 2, 3), index, entries.shape[2])
+    total = _sum_per_entry(jnp.moveaxis(weights, 2, 3), index, entries.shape[2])
     out = _mixed("bher,bed->bhrd", total, entries[:, 0], 2)
     if live is None:
         return out
@@ -135,7 +135,7 @@ def _mix_slots(
     index: UInt[Array, "B H S"],
     live: Bool[Array, "B H S"] | None,
 ) -> Float[Array, "B H R D"]:
-    """`Σ_s w_s · entries[index_s]` of live slots, decoded block by block."""
+    """Returns `Σ_s w_s · entries[index_s]` of live slots, decoded block by block."""
 
     def add(start: Array | int, count: int, total: Array) -> Array:
         part = block_of(weights, start, count, 3)
@@ -149,12 +149,12 @@ def _mix_slots(
 
 
 def _per_entry(query_rows: int, entries: Array, slots: int) -> bool:
-    """Whether R products with each entry cost less than a gather for each slot of a head."""
+    """Returns whether R products per entry cost less than a gather for each slot of a head."""
     return query_rows * entries.shape[2] <= PER_ENTRY * slots
 
 
 def _rotated_block(q: Array) -> int:
-    """Slots of a block whose keys are rotated: those of all heads stay in a core's own cache."""
+    """Returns how many slots are rotated at a time: those of all heads stay in a core's cache."""
     return max(ROTATED // (counted_rows(q) * q.shape[1]), 16)
 
 
@@ -163,39 +163,39 @@ def _product(q: Array, keys: Array, start: Array | int) -> Array:
 
 
 def _take(entries: Float[Array, "B 1 E D"], index: UInt[Array, "B H N"]) -> Array:
-    """Rows `[B, H, N, D]` of entries that the heads share."""
+    """Gathers rows `[B, H, N, D]` of entries that the heads share."""
     return take_shared(entries[:, 0], index.astype(jnp.int32))
 
 
-def _take_own(x: Float[Array, "B H E R"], index: UInt[Array, "B H S"]) -> Array:
-    """Each head's own numbers of its slots' entries, `[B, H, S, R]`."""
+def _take_per_head(x: Float[Array, "B H E R"], index: UInt[Array, "B H S"]) -> Array:
+    """Gathers each head's own numbers of its slots' entries, `[B, H, S, R]`."""
 
-    def one(x: Array, index: Array) -> Array:
+    def take_head(x: Array, index: Array) -> Array:
         return x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
-    return jax.vmap(jax.vmap(one))(x, index.astype(jnp.int32))
+    return jax.vmap(jax.vmap(take_head))(x, index.astype(jnp.int32))
 
 
-def _sum_own(x: Float[Array, "B H S R"], index: UInt[Array, "B H S"], entries: int) -> Array:
-    """Sums of each head's numbers by entry, `[B, H, E, R]`."""
+def _sum_per_entry(x: Float[Array, "B H S R"], index: UInt[Array, "B H S"], entries: int) -> Array:
+    """Sums each head's numbers by entry, `[B, H, E, R]`."""
 
-    def one(x: Array, index: Array) -> Array:
+    def sum_head(x: Array, index: Array) -> Array:
         zeros = jnp.zeros((entries, x.shape[1]), x.dtype)
         return zeros.at[index].add(x, mode="promise_in_bounds", wrap_negative_indices=False)
 
-    return jax.vmap(jax.vmap(one))(x, index.astype(jnp.int32))
+    return jax.vmap(jax.vmap(sum_head))(x, index.astype(jnp.int32))
 
 
-def _mixed(what: str, weights: Array, rows: Array, axis: int) -> Float[Array, "B H R D"]:
-    """Sums of rows by weights along an axis of the weights, which get the dtype of the rows."""
+def _mixed(subscripts: str, weights: Array, rows: Array, axis: int) -> Float[Array, "B H R D"]:
+    """Sums rows by weights, cast to the dtype of the rows, along an axis of the weights."""
     if rows.dtype != jnp.float16:
-        return _einsum(what, weights.astype(rows.dtype), rows)
-    # Norms, and sums over the slots of an entry, are no weights of at most 1.
+        return _einsum(subscripts, weights.astype(rows.dtype), rows)
+    # `as_weights` takes weights of at most 1, but norms and sums over an entry's slots may be more.
     most = jnp.abs(weights).max(axis)
     most = jnp.where(most > 0, most, 1.0)
     weights = as_weights(weights / jnp.expand_dims(most, axis), rows.dtype)
-    return unscaled(_einsum(what, weights, rows), rows.dtype) * most[..., None]
+    return unscaled(_einsum(subscripts, weights, rows), rows.dtype) * most[..., None]
 
 
-def _einsum(what: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(what, a, b, preferred_element_type=jnp.float32)
+def _einsum(subscripts: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)

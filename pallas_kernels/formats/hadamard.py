@@ -11,12 +11,12 @@ from jaxtyping import Array, Float
 
 
 def hadamard_transform(x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-    """`x H` over the last axis in float32, H orthonormal and symmetric: `H[i, j] = ±1 / sqrt(n)`.
+    """Returns `x H` over the last axis in float32; H is orthonormal, `H[i, j] = ±1 / sqrt(n)`.
 
-    The sign of `H[i, j]` is `(-1) ** popcount(i & j)` (Sylvester's matrix). n is the largest power
-    of two that divides D; where that is less than D, consecutive blocks of n channels are
-    transformed by themselves, so that x of an odd D comes back as it is. The transform is its own
-    inverse, and keeps inner products: `(q H) · (k H) = q · k`.
+    H is symmetric. The sign of `H[i, j]` is `(-1) ** popcount(i & j)` (Sylvester's matrix). n is
+    the largest power of two that divides D. If n is less than D, consecutive blocks of n channels
+    are transformed separately, so that an x of odd D comes back unchanged. The transform is its own
+    inverse and keeps inner products: `(q H) · (k H) = q · k`.
 
     Returns:
       Float32, of the shape of x.
@@ -30,8 +30,8 @@ def hadamard_transform(x: Float[Array, "... D"]) -> Float[Array, "... D"]:
     """
     channels = x.shape[-1]
     blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, channels & -channels)
-    # Up to 128 channels a product takes less time than log2(n) passes of sums and differences: a
-    # half on a CPU for all rows of a cache, and on a GPU it is one launch.
+    # Up to 128 channels, a product is faster than log2(n) passes of sums and differences: it takes
+    # half the time on a CPU for all rows of a cache, and it is one launch on a GPU.
     rows = jnp.einsum(
         "...i,ij->...j", blocks, _matrix(blocks.shape[-1]), precision=jax.lax.Precision.HIGHEST
     )
@@ -40,7 +40,7 @@ def hadamard_transform(x: Float[Array, "... D"]) -> Float[Array, "... D"]:
 
 @functools.cache
 def _matrix(size: int) -> Float[np.ndarray, "n n"]:
-    """Sylvester's construction: every doubling repeats the matrix, once with the other sign."""
+    """Builds Sylvester's matrix: each doubling repeats it four times, once with the other sign."""
     signs = np.ones((1, 1), np.float32)
     while len(signs) < size:
         signs = np.block([[signs, signs], [signs, -signs]])

@@ -10,9 +10,9 @@ WORD = 32  # bits
 
 
 def pack_bits(bits: Bool[Array, "... N"]) -> UInt32[Array, "... W"]:
-    """Packs vectors of N bits into `W = ceil(N / 32)` words; what is left of the last word is 0.
+    """Packs vectors of N bits into `W = ceil(N / 32)` words; unused bits of the last are 0.
 
-    Bit n is bit `n % 32` of word `n // 32`, the lowest first.
+    Bit n becomes bit `n % 32` of word `n // 32`, the lowest first.
 
     Example:
       >>> import jax.numpy as jnp
@@ -32,7 +32,7 @@ def hamming_distance(
     a: UInt32[Array, "... W"],
     b: UInt32[Array, "... W"],
 ) -> Int[Array, ...]:
-    """In how many bits two packed vectors differ: `Σ_w popcount(a_w xor b_w)`.
+    """Counts the bits in which two packed vectors differ: `Σ_w popcount(a_w xor b_w)`.
 
     Args:
       a, b: from `pack_bits`, of shapes that broadcast.

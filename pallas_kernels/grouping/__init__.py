@@ -1,1 +1,1 @@
-"""What is alike: clusters, covers, matches, and the means of what becomes one."""
+"""Grouping of similar rows: clusters, covers, matches, and means of merged rows."""

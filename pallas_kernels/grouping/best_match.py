@@ -1,7 +1,7 @@
-"""The best partner: to each row of A the most similar row of B, without a matrix of similarities.
+"""Best partners: the most similar row of B for each row of A, without a matrix of similarities.
 
 A program takes some rows of A and goes through the rows of B, tile by tile, with a running maximum.
-Both are rows of stores that are read where they are, as `Every` describes them.
+A and B are rows of stores that are read in place; `Every` says which.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.base import route
-from pallas_kernels.base.kernel_parts import dot, dot_mixed, load_rows, own_part
+from pallas_kernels.base.kernel_parts import dot, dot_mixed, load_rows, program_part
 from pallas_kernels.base.tiles import SMALLEST, Tile, power_of_two
 from pallas_kernels.grouping.cosine import inverse_length, round_cosine
 
@@ -28,7 +28,7 @@ LAST = np.int32(np.iinfo(np.int32).max)
 
 
 class Every(NamedTuple):
-    """Which rows of a store take part: of every `chunk` of them, each `step`-th from `first` on.
+    """Rows of a store that take part: each `step`-th from `first` on, in every chunk of `chunk`.
 
     The last chunk may be shorter.
 
@@ -45,31 +45,31 @@ class Every(NamedTuple):
 
     @property
     def per_chunk(self) -> int:
-        """How many rows of a whole chunk take part."""
+        """Number of rows of a complete chunk that take part."""
         return len(range(self.first, self.chunk, self.step))
 
     def chunks(self, size: int) -> int:
-        """How many chunks a store of `size` rows has."""
+        """Returns how many chunks a store of `size` rows has."""
         return -(-size // self.chunk)
 
     def rows(self, chunk: Array, number: Int[Array, " N"], size: int) -> tuple[Array, Array]:
-        """The rows of these numbers among those of a chunk that take part; whether they exist."""
+        """Returns the `number`-th participating rows of a chunk, and whether they exist."""
         row = chunk * self.chunk + (self.first + number * self.step)
         return row, (number < self.per_chunk) & (row < size)
 
     def taken(self, size: int) -> Bool[np.ndarray, " S"]:
-        """Which rows of a store of `size` rows take part."""
+        """Returns a mask of the rows of a store of `size` rows that take part."""
         place = np.arange(size) % self.chunk
         return (place >= self.first) & ((place - self.first) % self.step == 0)
 
 
 class _Plan(NamedTuple):
-    """What is static in the kernel."""
+    """Static arguments of the kernel."""
 
     of_a: Every
     of_b: Every
     similarity: Similarity
-    dtypes: tuple[jnp.dtype, jnp.dtype]  # in which rows of A and B are multiplied
+    dtypes: tuple[jnp.dtype, jnp.dtype]  # dtypes in which rows of A and B are multiplied
     a_tile: int
     b_tile: int
 
@@ -85,21 +85,21 @@ def best_match(
     tile: Tile,
     interpret: bool,
 ) -> tuple[Float[Array, "B H M"], Int[Array, "B H M"]]:
-    """To every row of A the most similar row of B in the chunk of the same number; by a kernel.
+    """Finds for each row of A the most similar row of B in the chunk of the same number.
 
-    Ties go to the lower row. Products and sums are float32; what is stored in fewer bits is
-    multiplied as it is.
+    Ties go to the lower row. Products and sums are float32; stored numbers of fewer bits are
+    multiplied without conversion.
 
     Args:
       a: the store of A.
       b: the store of B, which may be the same.
-      there: rows of b that may be partners; nothing that stands in the others is looked at.
+      there: rows of b that may be partners; contents of other rows are ignored.
       of_a: which rows of `a` are A.
       of_b: which rows of `b` are B, in as many chunks.
-      similarity: of rows x of A and y of B. `"rounded_cosine"`: `x·y / (|x| |y|)`, 0 for a zero
-        row, rounded by `round_cosine`, and -2 where it is not a number. The others order B as
-        k-means does, and are no candidates where they are not a number: `"cosine"`, `x·y / |y|`;
-        `"l2"`, `x·y - |y|² / 2`; `"inner_product"`, `x·y`.
+      similarity: similarity of rows x of A and y of B. `"rounded_cosine"`: `x·y / (|x| |y|)`, 0 for
+        a zero row, rounded by `round_cosine`, and -2 where it is not a number. The others order B
+        as k-means does, and rows where they are not a number are no candidates: `"cosine"`,
+        `x·y / |y|`; `"l2"`, `x·y - |y|² / 2`; `"inner_product"`, `x·y`.
       tile: bytes of the tiles of both stores.
       interpret: whether the kernel is interpreted.
 
@@ -128,14 +128,14 @@ def best_match(
         for dtype, every in zip(dtypes, (of_a, of_b), strict=True)
     )
     plan = _Plan(of_a, of_b, similarity, dtypes, *tiles)
-    own = (0, 1)
+    axes = (0, 1)
     out = [jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.float32, jnp.int32)]
     there = there.astype(jnp.int32)
-    found = route.pallas_call(
+    matches = route.pallas_call(
         functools.partial(_kernel, plan=plan),
         grid=(*shape[:2], of_a.chunks(shape[2]), pl.cdiv(of_a.per_chunk, plan.a_tile)),
-        in_specs=[own_part(x, own) for x in (a, b, there)],
-        out_specs=[own_part(x, own) for x in out],
+        in_specs=[program_part(x, axes) for x in (a, b, there)],
+        out_specs=[program_part(x, axes) for x in out],
         out_shape=out,
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -144,15 +144,15 @@ def best_match(
     )(a, b, there)
     taken = of_a.taken(shape[2])
     if taken.all():
-        return tuple(found)
+        return tuple(matches)
     return tuple(
         jnp.where(taken[None, None], x, fill)
-        for x, fill in zip(found, (NOTHING, np.int32(0)), strict=True)
+        for x, fill in zip(matches, (NOTHING, np.int32(0)), strict=True)
     )
 
 
 def _dtypes(a: jnp.dtype, b: jnp.dtype) -> tuple[jnp.dtype, jnp.dtype]:
-    """In which rows of two stores are multiplied: theirs where `_product` can, else float32."""
+    """Returns the dtypes of factors: those of the stores if `_product` takes them, else float32."""
     if a == b or (a, b) == (jnp.bfloat16, jnp.float32):
         return a, b
     return jnp.dtype(jnp.float32), jnp.dtype(jnp.float32)
@@ -163,7 +163,7 @@ def _product(x: Float[Array, "M D"], y: Float[Array, "N D"]) -> Float[Array, "M 
 
 
 def _kernel(a, b, there, best, match, *, plan: _Plan):
-    """The best matches of a tile of A. Its refs are to the arrays of one row and head."""
+    """Finds the best matches of a tile of A; refs are to the arrays of one row and head."""
     (a_rows, channels), b_rows = a.shape, b.shape[0]
     chunk = pl.program_id(2)
 
@@ -173,8 +173,8 @@ def _kernel(a, b, there, best, match, *, plan: _Plan):
     def load(ref, row, wanted, dtype) -> Array:
         return load_rows(ref, row, wanted, SMALLEST).astype(dtype)
 
-    own, is_own = plan.of_a.rows(chunk, numbers(pl.program_id(3), plan.a_tile), a_rows)
-    x = load(a, own, is_own, plan.dtypes[0])
+    a_row, is_row = plan.of_a.rows(chunk, numbers(pl.program_id(3), plan.a_tile), a_rows)
+    x = load(a, a_row, is_row, plan.dtypes[0])
 
     def compare(i, carry):
         top, at = carry
@@ -187,17 +187,17 @@ def _kernel(a, b, there, best, match, *, plan: _Plan):
         higher = here > top  # of equals, the row of an earlier tile stays
         return jnp.where(higher, here, top), jnp.where(higher, first, at)
 
-    none = jnp.full(own.shape, NOTHING, jnp.float32), jnp.zeros(own.shape, jnp.int32)
+    none = jnp.full(a_row.shape, NOTHING, jnp.float32), jnp.zeros(a_row.shape, jnp.int32)
     tiles = jnp.int32(pl.cdiv(plan.of_b.per_chunk, plan.b_tile))
     top, at = jax.lax.fori_loop(jnp.int32(0), tiles, compare, none)
-    route.store(best.at[own], top, mask=is_own)
-    route.store(match.at[own], at, mask=is_own)
+    route.store(best.at[a_row], top, mask=is_row)
+    route.store(match.at[a_row], at, mask=is_row)
 
 
 def _similar(
     x: Float[Array, "M D"], y: Float[Array, "N D"], channels: int, similarity: Similarity
 ) -> Float[Array, "M N"]:
-    """Similarities of two tiles; none is NaN, so that they can be ordered."""
+    """Returns the similarities of two tiles; none is NaN, so that they can be ordered."""
     product, fallback = _product(x, y), NOTHING
     if similarity == "rounded_cosine":
         cosine = product * inverse_length(x)[:, None] * inverse_length(y)[None, :]

@@ -1,4 +1,4 @@
-"""Cosines of keys in float32, rounded so that those that are equal are equal numbers."""
+"""Cosines of keys in float32, rounded so that equal cosines are equal numbers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 EPSILON = 2.0**-23  # the rounding of float32
-# Added to numbers up to 2^22, it leaves no room for what follows the point: they are rounded, ties
-# to even. A cosine is at most 2^21 steps.
+# Adding this to a number up to 2^22 leaves no bits for the fraction, so the sum is rounded, ties to
+# even. A cosine is at most 2^21 steps.
 TO_UNITS = np.float32(1.5 * 2**23)
 ITS_BITS = TO_UNITS.view(np.int32)
 
 
 def cosine_step(channels: int) -> float:
-    """What cosines of D channels are rounded to multiples of: the first power of two from `4ε √D`.
+    """Returns the step of rounded cosines of D channels: the first power of two from `4ε √D` on.
 
-    With ε = 2^-23, a float32 sum of D products is off by about `ε √D`, in whatever order it is
-    taken. Half a step is more than that.
+    With ε = 2^-23, a float32 sum of D products is off by about `ε √D`, in any order of summation.
+    Half a step is more than that.
 
     Example:
       >>> from pallas_kernels.grouping.cosine import cosine_step
@@ -33,13 +33,13 @@ def cosine_step(channels: int) -> float:
 def round_cosine(
     cosine: Float[Array, ...], channels: int, *, in_kernel: bool = False
 ) -> Float[Array, ...]:
-    """The nearest multiple of `cosine_step(channels)`; float32.
+    """Rounds cosines to the nearest multiple of `cosine_step(channels)`; float32.
 
     Args:
-      cosine: what is rounded.
+      cosine: cosines to round.
       channels: D.
-      in_kernel: rounds without `jnp.round`, which Triton does not have. The result is the same,
-        but for the sign of 0.
+      in_kernel: whether to round without `jnp.round`, which Triton does not have. Results are the
+        same except for the sign of 0.
 
     Example:
       >>> import jax.numpy as jnp
@@ -49,7 +49,8 @@ def round_cosine(
     """
     step = cosine_step(channels)  # a power of two: dividing and multiplying by it are exact
     if in_kernel:
-        # The sum's bits count units. To subtract the number again would be simplified away by XLA.
+        # The sum's bits count steps. Subtracting TO_UNITS as a float would be simplified away by
+        # XLA.
         bits = jax.lax.bitcast_convert_type(cosine * np.float32(1 / step) + TO_UNITS, jnp.int32)
         rounded = (bits - ITS_BITS).astype(jnp.float32) * np.float32(step)
         return jnp.where(cosine == cosine, rounded, cosine)
@@ -57,9 +58,9 @@ def round_cosine(
 
 
 def above(cosine: Float[Array, ...], threshold: float, channels: int) -> Bool[Array, ...]:
-    """Whether cosines of D channels, rounded by `round_cosine`, are above a threshold.
+    """Returns whether cosines of D channels, rounded by `round_cosine`, are above a threshold.
 
-    They must be above it by more than a step, so that a cosine equal to the threshold never is.
+    A cosine counts as above only by more than a step, so one equal to the threshold never does.
 
     Example:
       >>> import jax.numpy as jnp
@@ -71,7 +72,7 @@ def above(cosine: Float[Array, ...], threshold: float, channels: int) -> Bool[Ar
 
 
 def inverse_length(x: Float[Array, "*N D"]) -> Float[Array, "*N"]:
-    """`1 / |x|`, 0 for a zero vector; float32.
+    """Returns `1 / |x|`, 0 for a zero vector; float32.
 
     Example:
       >>> import jax.numpy as jnp

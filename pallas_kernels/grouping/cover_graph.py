@@ -1,4 +1,4 @@
-"""The graph of a greedy cover: which vectors are neighbours, as bits."""
+"""The graph of a greedy cover, whose bits tell which vectors are neighbours."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from pallas_kernels.base.varying import varying
 from pallas_kernels.formats.packed_bits import WORD, pack_bits
 from pallas_kernels.grouping.cover_kernels import neighbour_bits
 
-# Cosines that are held at a time: on CPU, so few that they stay near its caches; elsewhere 256 MB,
-# since every step of a loop costs a launch there.
+# Cosines that are held at a time: on CPU, so few that they nearly stay in its caches. Elsewhere
+# 256 MB, since each step of a loop costs a launch there.
 COSINES = 2**20
 ACCELERATOR_COSINES = 2**26
-# Rows of a block whose cosines are computed or left out together; whole words, and what kernels
-# have as a tile and as a block.
+# Rows of a block whose cosines are computed or left out together: whole words, and as many as a
+# tile and a block of the kernels have.
 STRIP = 64
-PIVOTS = 1024  # vectors that the others are ordered by
-SKETCH = 0.25  # share of channels that a sketch has; twice as many rule out hardly more
+PIVOTS = 1024  # vectors by which all others are ordered
+SKETCH = 0.25  # share of channels in a sketch; twice as many rule out hardly more
 MARGIN = 1e-4  # more than the rounding error of products of sketches
 
 
 def first_of(x: Bool[Array, " N"]) -> Int[Array, ""]:
-    """The lowest number of those that are true, 0 if none is."""
+    """Returns the lowest index that is true, 0 if none is."""
     return jax.lax.argmax(x, 0, jnp.int32)
 
 
 def any_of(x: Bool[Array, " N"]) -> Bool[Array, ""]:
-    """Whether any is true, by one kernel; `any` takes three."""
+    """Returns whether any is true, by one kernel; `any` takes three."""
     return x[first_of(x)]
 
 
 class Tiles(NamedTuple):
-    """The N x N cosines, N rounded up, as `number`² tiles of `side`² cosines each."""
+    """Division of N x N cosines, N rounded up, into `number`² tiles of `side`² cosines."""
 
     number: int
     side: int
 
     @classmethod
     def of(cls, size: int, chosen: str) -> Tiles:
-        """As few tiles as the cosines that may be held allow, each of whole strips."""
+        """Makes as few tiles of whole strips as the limit of cosines held at a time allows."""
         on_cpu = chosen == "xla" and jax.default_backend() == "cpu"
         number = -(-size // math.isqrt(COSINES if on_cpu else ACCELERATOR_COSINES))
         return cls(number, -(-size // (number * STRIP)) * STRIP)
@@ -56,18 +56,18 @@ class Tiles(NamedTuple):
         return self.number * self.side
 
     def block(self, x: Array, number: Array) -> Array:
-        """What belongs to one block of `side` vectors."""
+        """Returns the part of `x` for one block of `side` vectors."""
         return block_of(x, number * self.side, self.side)
 
 
 class Graph(NamedTuple):
-    """Which vertices are neighbours; a vertex is not its own here.
+    """Neighbours of each vertex; a vertex is not its own neighbour here.
 
     Args:
-      bits: tile [I, J] has a row for each vertex of block I, with a bit for each of block J. What
-        the kernel makes is one tile.
+      bits: tile [I, J] has a row for each vertex of block I, with a bit for each vertex of block J.
+        The kernel makes a single tile.
       filled: [J, N], whether a vertex has neighbours in block J; None where kernels look for them.
-      gain: what a vertex and its neighbours weigh.
+      gain: total weight of a vertex and its neighbours.
     """
 
     bits: UInt32[Array, "M M T W"]
@@ -76,7 +76,7 @@ class Graph(NamedTuple):
 
 
 def _pack_columns(bits: Bool[Array, "R N"]) -> UInt32[Array, "V N"]:
-    """Words of the bits of columns, the lowest first."""
+    """Packs the bits of columns into words, the lowest first."""
     rows, columns = bits.shape
     bits = bits.reshape(rows // WORD, WORD, columns).astype(jnp.uint32)
     place = jnp.arange(WORD, dtype=jnp.uint32)[None, :, None]
@@ -86,7 +86,7 @@ def _pack_columns(bits: Bool[Array, "R N"]) -> UInt32[Array, "V N"]:
 def order_of(
     units: Float[Array, "N D"], there: Bool[Array, " N"], tiles: Tiles
 ) -> Int[Array, " N"]:
-    """Members first; those that are nearest to the same one of a few pivots stand together."""
+    """Returns an order: members first, and vectors with the same nearest pivot together."""
     pivots = units[:: -(-tiles.size // PIVOTS)]
     number = jnp.arange(pivots.shape[0], dtype=jnp.int32)[:, None]
 
@@ -99,10 +99,11 @@ def order_of(
 
 
 def sketch_of(units: Float[Array, "N D"]) -> Float[Array, "N C"]:
-    """Short vectors whose products bound the cosines from above.
+    """Returns short vectors whose products bound the cosines from above.
 
     A sketch holds a vector's components in the directions in which all vectors are longest, and the
-    length of the rest. The product of two rests is no larger than that of their lengths.
+    length of the remaining part. The product of two remaining parts is at most that of their
+    lengths.
     """
     dim = units.shape[1]
     square = jnp.dot(units.T, units, precision="highest")
@@ -142,18 +143,18 @@ def make_graph(
         bound = bound.reshape(side // STRIP, STRIP, side).max(1).max(1)
 
         def write(carry: tuple[Array, Graph]) -> tuple[Array, Graph]:
-            left, (bits, filled, gain) = carry
-            rows, columns, gain = _tile(units, weights, theta, tiles, (i, j), left, gain)
+            remaining, (bits, filled, gain) = carry
+            rows, columns, gain = _tile(units, weights, theta, tiles, (i, j), remaining, gain)
             bits = jax.lax.dynamic_update_slice(bits, columns[None, None], (j, i, zero, zero))
-            # A tile on the diagonal is its own transpose: it takes the bits of rows and of columns.
+            # A tile on the diagonal is its own transpose, so it takes the bits of rows and columns.
             rows |= jnp.where(i == j, columns, 0)
             bits = jax.lax.dynamic_update_slice(bits, rows[None, None], (i, j, zero, zero))
-            for own, other, words in ((j, i, columns), (i, j, rows)):
-                some = (words != 0).any(1)[None]
-                filled = jax.lax.dynamic_update_slice(filled, some, (other, own * side))
-            return jnp.zeros_like(left), Graph(bits, filled, gain)
+            for block, neighbours, words in ((j, i, columns), (i, j, rows)):
+                any_bit = (words != 0).any(1)[None]
+                filled = jax.lax.dynamic_update_slice(filled, any_bit, (neighbours, block * side))
+            return jnp.zeros_like(remaining), Graph(bits, filled, gain)
 
-        # A loop of one round or none, since the result of a conditional would be a copy.
+        # Uses a loop of one round or none, since the result of a conditional would be a copy.
         start = (bound > theta - MARGIN, graph)
         return jax.lax.while_loop(lambda carry: any_of(carry[0]), write, start)[1]
 
@@ -172,18 +173,18 @@ def _tile(
     theta: Array,
     tiles: Tiles,
     at: tuple[Array, Array],
-    left: Bool[Array, " P"],
+    remaining: Bool[Array, " P"],
     gain: Int[Array, " N"],
 ) -> tuple[UInt32[Array, "T W"], UInt32[Array, "T W"], Int[Array, " N"]]:
-    """Bits of a tile's rows and of its columns, from the strips that are left; and all gains."""
-    own, other = at[0] * tiles.side, at[1] * tiles.side
-    column = other + jnp.arange(tiles.side, dtype=jnp.int32)[None]
+    """Returns bits of a tile's rows and columns from the remaining strips, and all gains."""
+    first_row, first_column = at[0] * tiles.side, at[1] * tiles.side
+    column = first_column + jnp.arange(tiles.side, dtype=jnp.int32)[None]
     units_there, weights_there = (tiles.block(x, at[1]) for x in (units, weights))
 
     def strip(carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        left, rows, columns, gain = carry
-        first = first_of(left)
-        start = own + first * STRIP
+        remaining, rows, columns, gain = carry
+        first = first_of(remaining)
+        start = first_row + first * STRIP
         row = start + jnp.arange(STRIP, dtype=jnp.int32)[:, None]
         units_here, weights_here = (block_of(x, start, STRIP) for x in (units, weights))
         cosine = jnp.dot(units_here, units_there.T, precision="highest")
@@ -196,14 +197,14 @@ def _tile(
         weigh = jnp.where(near, weights_there[None], 0).sum(1, dtype=jnp.int32)
         gain = _add(gain, start, weigh)
         weigh = jnp.where(near, weights_here[:, None], 0).sum(0, dtype=jnp.int32)
-        return left.at[first].set(False), rows, columns, _add(gain, other, weigh)
+        return remaining.at[first].set(False), rows, columns, _add(gain, first_column, weigh)
 
     words = jnp.zeros((tiles.side, tiles.side // WORD), jnp.uint32)
-    start = varying((left, words, words.T, gain), units, left, gain)
+    start = varying((remaining, words, words.T, gain), units, remaining, gain)
     _, rows, columns, gain = jax.lax.while_loop(lambda carry: any_of(carry[0]), strip, start)
     return rows, columns.T, gain
 
 
 def _add(x: Array, start: Array, more: Array) -> Array:
-    own = block_of(x, start, more.shape[0])
-    return jax.lax.dynamic_update_slice_in_dim(x, own + more, start, 0)
+    part = block_of(x, start, more.shape[0])
+    return jax.lax.dynamic_update_slice_in_dim(x, part + more, start, 0)

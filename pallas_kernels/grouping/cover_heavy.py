@@ -10,11 +10,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, UInt32
 
 from pallas_kernels.base import route
-from pallas_kernels.base.kernel_parts import own_part
+from pallas_kernels.base.kernel_parts import program_part
 from pallas_kernels.base.tiles import power_of_two
 from pallas_kernels.formats.packed_bits import WORD, pack_bits
 
-BLOCK = 64  # vertices of which the best one is remembered; their number is a multiple of it
+BLOCK = 64  # vertices of a block, whose best one is remembered; divides the number of vertices
 ZERO, NONE, LAST = np.int32(0), np.int32(-1), np.int32(np.iinfo(np.int32).max)
 
 
@@ -29,22 +29,22 @@ def heavy_entries(
     capacity: int,
     interpret: bool,
 ) -> tuple[Array, Array, Array, Array, Array]:
-    """The entries of the greatest gain, one by one, while a gain may be more than `few`.
+    """Makes the entries of the greatest gain, one by one, while a gain may be more than `few`.
 
-    One launch of one program: each entry depends on all that come before. The best vertex of each
-    block is remembered with its bound and looked for again when it was used or covered. Bounds only
-    fall, so the highest of them that still holds is the highest of all.
+    It is one launch of one program, since each entry depends on all that come before. The best
+    vertex of each block is remembered with its bound, and searched again once it was used or
+    covered. Bounds only fall, so the highest bound that still holds is the highest gain.
 
     Args:
-      bits: of the graph; a vertex is not its own neighbour there.
+      bits: bits of the graph; a vertex is not its own neighbour there.
       uncovered: vertices that may be covered.
-      number: decides between equal gains.
-      gain: upper bounds of what vertices and their uncovered neighbours weigh; 0 where there is no
-        vertex.
+      number: decides between equal gains; the lower number comes first.
+      gain: upper bounds of the weight of vertices with their uncovered neighbours; 0 where there is
+        no vertex.
 
     Returns:
-      `[N]` each: which vertices are uncovered still, their bounds, the entry that covers each (N:
-      none), and the gain of each entry; and how many entries there are.
+      `[N]` each: vertices that are still uncovered, their bounds, the entry that covers each (N:
+      none), and the gain of each entry; and the number of entries.
     """
     size = number.shape[0]
     words = pack_bits(uncovered).view(jnp.int32)
@@ -53,35 +53,35 @@ def heavy_entries(
     by_block, numbers, vertices = (x.reshape(-1, BLOCK) for x in (heavy, number, vertex))
     tops = _best(by_block, numbers, vertices, 1)
     state = gain, jnp.full_like(gain, size), jnp.zeros_like(gain)
-    given = bits.view(jnp.int32), words, weights, number, *tops, *state
+    arrays = bits.view(jnp.int32), words, weights, number, *tops, *state
     shapes = (*state, jnp.zeros(1, jnp.int32))
     gain, center, value, count = route.pallas_call(
         functools.partial(_kernel, few=few, capacity=capacity, interpret=interpret),
         grid=(1,),
-        in_specs=[own_part(x, ()) for x in given],
-        out_specs=[own_part(x, ()) for x in shapes],
+        in_specs=[program_part(x, ()) for x in arrays],
+        out_specs=[program_part(x, ()) for x in shapes],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes],
-        input_output_aliases={len(given) - 3 + n: n for n in range(3)},
+        input_output_aliases={len(arrays) - 3 + n: n for n in range(3)},
         num_stages=1,
         interpret=interpret,
         name="heavy_entries",
-    )(*given)
+    )(*arrays)
     return uncovered & (center == size), gain, center, value, count[0]
 
 
 def _best(score, number, vertex, axis: int):
-    """The highest score, and number and vertex of the one with the lowest number that has it."""
+    """Returns the highest score, and the lowest number that has it with its vertex."""
     best = score.max(axis, keepdims=True)
     first = jnp.where(score == best, number, LAST).min(axis, keepdims=True)
-    own = jnp.where((score == best) & (number == first), vertex, LAST).min(axis)
-    return best.max(axis), first.min(axis), own
+    best_vertex = jnp.where((score == best) & (number == first), vertex, LAST).min(axis)
+    return best.max(axis), first.min(axis), best_vertex
 
 
 def _kernel(
     bits, words, weights, number, top, top_number, top_vertex, *refs,
     few: int, capacity: int, interpret: bool,
 ):  # fmt: skip
-    """All entries that may cover more than a few."""
+    """Makes all entries that may cover more than a few vertices."""
     gain, center, value, count = refs[3:]  # the first three are the same memory
     size, row_words = number.shape[0], bits.shape[1]
     lane = jnp.arange(power_of_two(row_words), dtype=jnp.int32)
@@ -92,21 +92,21 @@ def _kernel(
     def load(ref, at, wanted, other=ZERO):
         return route.load(ref.at[at], mask=wanted, other=other)
 
-    def one(ref, at, x, wanted):
-        """Stores one number."""
+    def store_number(ref, at, x, wanted):
+        """Stores a single number."""
         route.store(ref.at[jnp.full((1,), at)], jnp.full((1,), x), mask=jnp.full((1,), wanted))
 
     def has_bit(words, k):
         return ((words >> k) & 1) > 0
 
     def goes_on(carry):
-        best, made = carry[0].max(), carry[4]
-        return (best >= 0) & (made < capacity)
+        best, entries = carry[0].max(), carry[4]
+        return (best >= 0) & (entries < capacity)
 
     def step(carry):
-        top, top_number, top_vertex, uncovered, made = carry
+        top, top_number, top_vertex, uncovered, entries = carry
         best, _, vertex = _best(top, top_number, top_vertex, 0)
-        own = jax.lax.div(vertex, np.int32(BLOCK))
+        changed = jax.lax.div(vertex, np.int32(BLOCK))
         itself = jnp.where(lane == jax.lax.div(vertex, np.int32(WORD)), 1, 0)
         itself = (itself << jax.lax.rem(vertex, np.int32(WORD))) & uncovered
         there = jnp.where(itself != 0, np.int32(1), np.int32(0)).max() > 0
@@ -116,8 +116,9 @@ def _kernel(
             return total + load(weights, lane * WORD + k, has_bit(near, k))
 
         none = jnp.zeros_like(lane)
-        found = jax.lax.fori_loop(np.int32(0), np.int32(WORD), weigh, none).sum(dtype=jnp.int32)
-        holds = there & (found == best)
+        weighed = jax.lax.fori_loop(np.int32(0), np.int32(WORD), weigh, none)
+        vertex_gain = weighed.sum(dtype=jnp.int32)
+        holds = there & (vertex_gain == best)
 
         def cover(k, done):
             route.store(center.at[lane * WORD + k], none + vertex, mask=has_bit(near, k))
@@ -125,26 +126,27 @@ def _kernel(
 
         rounds = jnp.where(holds, np.int32(WORD), np.int32(0))
         jax.lax.fori_loop(np.int32(0), rounds, cover, np.int32(0))
-        one(gain, vertex, found, there)
-        one(value, vertex, found, holds)
+        store_number(gain, vertex, vertex_gain, there)
+        store_number(value, vertex, vertex_gain, holds)
         if not interpret:
             route.debug_barrier()  # other threads read below what was stored above
-        here = own * BLOCK + inside
+        here = changed * BLOCK + inside
         bounds, weight = load(gain, here, here < size), load(weights, here, here < size)
         open_ = load(center, here, here < size) == size
         heavy = jnp.where(open_ & (bounds > weight) & (bounds > few), bounds, NONE)
-        new = _best(heavy, load(number, here, here < size), here, 0)
-        old = top, top_number, top_vertex
+        # Only the block of this vertex may have another best vertex now.
+        block_best = _best(heavy, load(number, here, here < size), here, 0)
+        tops = top, top_number, top_vertex
         top, top_number, top_vertex = (
-            jnp.where(block == own, a, b) for a, b in zip(new, old, strict=True)
+            jnp.where(block == changed, a, b) for a, b in zip(block_best, tops, strict=True)
         )
         uncovered = jnp.where(holds, uncovered & ~near, uncovered)
-        return top, top_number, top_vertex, uncovered, made + holds.astype(jnp.int32)
+        return top, top_number, top_vertex, uncovered, entries + holds.astype(jnp.int32)
 
     tops = (
         load(x, block, is_block, other)
         for x, other in ((top, NONE), (top_number, LAST), (top_vertex, LAST))
     )
     carry = *tops, load(words, lane, is_word), np.int32(0)
-    *_, made = jax.lax.while_loop(goes_on, step, carry)
-    one(count, np.int32(0), made, made >= 0)
+    *_, entries = jax.lax.while_loop(goes_on, step, carry)
+    store_number(count, np.int32(0), entries, entries >= 0)

@@ -11,14 +11,14 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from pallas_kernels.base import route
-from pallas_kernels.base.kernel_parts import dot, own_part, zero
+from pallas_kernels.base.kernel_parts import dot, program_part, zero
 from pallas_kernels.base.tiles import SMALLEST, power_of_two
 from pallas_kernels.formats.packed_bits import WORD
 
 SIDE = 64  # vectors on each side of a tile of cosines: two words of bits
-CHANNELS = 64  # of the vectors that are multiplied at a time
-TILES = 16  # of a program, one beside the other
-LOOKED_AT, WORDS = 256, 8  # words that are passed over if all are 0, and then whose bits are read
+CHANNELS = 64  # channels of vectors that are multiplied at a time
+TILES = 16  # adjacent tiles of a program
+LOOKED_AT, WORDS = 256, 8  # words that are skipped if all are 0, and words whose bits are then read
 
 
 def neighbour_bits(
@@ -29,10 +29,10 @@ def neighbour_bits(
     bound: Array,
     interpret: bool,
 ) -> UInt32[Array, "N W"]:
-    """Bit n of row m: whether the cosine of vectors m and n is above theta; of m and m it is 0.
+    """Returns bits: bit n of row m tells whether the cosine of vectors m and n is above theta.
 
-    Each pair is compared once, so that both vectors get the same answer. No cosine of a tile is
-    computed where no product of its sketches is above `bound`.
+    Bit m of row m is 0. Each pair is compared once, so that both vectors get the same answer. No
+    cosine of a tile is computed if no product of its sketches is above `bound`.
 
     Args:
       units: float32 unit vectors, a whole number of `SIDE`.
@@ -45,8 +45,8 @@ def neighbour_bits(
     bits = route.pallas_call(
         _graph_kernel,
         grid=(strips, pl.cdiv(strips, TILES)),
-        in_specs=[own_part(x, ()) for x in (units, sketch, there, limits)],
-        out_specs=own_part(out, ()),
+        in_specs=[program_part(x, ()) for x in (units, sketch, there, limits)],
+        out_specs=program_part(out, ()),
         out_shape=out,
         num_stages=1,
         interpret=interpret,
@@ -56,7 +56,7 @@ def neighbour_bits(
 
 
 def _graph_kernel(units, sketch, there, limits, bits):
-    """Some tiles of a strip, and the same ones turned over; none below the diagonal."""
+    """Makes some tiles of a strip on and above the diagonal, and their transposes."""
     i, group = pl.program_id(0), pl.program_id(1)
     side = jnp.arange(SIDE, dtype=jnp.int32)
     word = jnp.arange(SIDE // WORD, dtype=jnp.int32)
@@ -66,7 +66,7 @@ def _graph_kernel(units, sketch, there, limits, bits):
     row_there = route.load(there.at[row]) > 0
 
     def product(x, row, column):
-        """Of the rows of `x`, some channels at a time."""
+        """Multiplies rows of `x`, some channels at a time."""
         step = min(CHANNELS, max(SMALLEST, power_of_two(x.shape[1])))
 
         def add(c, total):
@@ -116,14 +116,18 @@ def neighbour_lists(
     length: int,
     interpret: bool,
 ) -> Int[Array, "V F"]:
-    """The first `length` uncovered neighbours of each wanted vertex; N for none."""
+    """Lists the first `length` uncovered neighbours of each wanted vertex; N for none."""
     lists = jax.ShapeDtypeStruct((bits.shape[0], length), jnp.int32)
     wanted, uncovered = (x.astype(jnp.int32) for x in (wanted, uncovered))
     return route.pallas_call(
         functools.partial(_list_kernel, length=length),
         grid=bits.shape[:1],
-        in_specs=[own_part(bits, (0,)), own_part(uncovered, ()), own_part(wanted, (0,))],
-        out_specs=own_part(lists, (0,)),
+        in_specs=[
+            program_part(bits, (0,)),
+            program_part(uncovered, ()),
+            program_part(wanted, (0,)),
+        ],
+        out_specs=program_part(lists, (0,)),
         out_shape=lists,
         num_stages=1,
         interpret=interpret,
@@ -132,7 +136,7 @@ def neighbour_lists(
 
 
 def _list_kernel(bits, uncovered, wanted, lists, *, length: int):
-    """The list of a vertex, whose row of bits is looked through."""
+    """Makes the list of a vertex from its row of bits."""
     words, size = bits.shape[0], uncovered.shape[0]
     entry = jnp.arange(power_of_two(length), dtype=jnp.int32)
     lane = jnp.arange(WORDS * WORD, dtype=jnp.int32)
@@ -148,14 +152,14 @@ def _list_kernel(bits, uncovered, wanted, lists, *, length: int):
         """Appends the neighbours of some words from `first` on."""
 
         def add(_, carry):
-            found, own = carry
+            count, listed = carry
             vertex = (first + at) * WORD + place
             near = ((load(first + at) >> place) & 1) > 0
             near = near & (route.load(uncovered.at[vertex], mask=near, other=np.int32(0)) > 0)
-            number = found + jnp.cumsum(near.astype(jnp.int32), dtype=jnp.int32) - 1
+            number = count + jnp.cumsum(near.astype(jnp.int32), dtype=jnp.int32) - 1
             here = near[:, None] & (number[:, None] == entry[None, :])
-            own = own + jnp.where(here, vertex[:, None] - size, 0).sum(0, dtype=jnp.int32)
-            return found + near.astype(jnp.int32).sum(dtype=jnp.int32), own
+            listed = listed + jnp.where(here, vertex[:, None] - size, 0).sum(0, dtype=jnp.int32)
+            return count + near.astype(jnp.int32).sum(dtype=jnp.int32), listed
 
         return add
 
@@ -171,5 +175,5 @@ def _list_kernel(bits, uncovered, wanted, lists, *, length: int):
 
     rounds = jnp.where(wanted[...] > 0, np.int32(pl.cdiv(words, LOOKED_AT)), np.int32(0))
     none = np.int32(0), jnp.full_like(entry, size)
-    _, own = jax.lax.fori_loop(np.int32(0), rounds, look, none)
-    route.store(lists.at[entry], own, mask=entry < length)
+    _, listed = jax.lax.fori_loop(np.int32(0), rounds, look, none)
+    route.store(lists.at[entry], listed, mask=entry < length)

@@ -1,4 +1,4 @@
-"""The search of a greedy cover: which vertices of its graph become entries."""
+"""The search of a greedy cover, which makes vertices of its graph entries."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pallas_kernels.grouping.cover_graph import Graph, Tiles, any_of
 from pallas_kernels.grouping.cover_heavy import heavy_entries
 from pallas_kernels.grouping.cover_kernels import neighbour_lists
 
-FEW = 32  # vertices whose gain is no more than this become entries many at a time
+FEW = 32  # vertices with a gain of at most this become entries many at a time
 
 
 def _unpack(words: UInt32[Array, " W"]) -> Bool[Array, " N"]:
-    """Bits of words, the lowest first."""
+    """Unpacks the bits of words, the lowest first."""
     bits = words[:, None] >> jnp.arange(WORD, dtype=jnp.uint32)[None] & jnp.uint32(1)
     return bits.reshape(-1) > 0
 
@@ -29,8 +29,8 @@ class Greed(NamedTuple):
 
     Args:
       uncovered: vertices that no entry stands for yet.
-      gain: an upper bound of what a vertex and its uncovered neighbours weigh.
-      center: which vertex stands for each; N for none.
+      gain: upper bound of the weight of a vertex with its uncovered neighbours.
+      center: the vertex that stands for each; N for none.
       value: the gain with which a vertex became an entry, else 0.
     """
 
@@ -40,7 +40,7 @@ class Greed(NamedTuple):
     value: Int[Array, " N"]
 
     def sharing(self, weights: Array) -> Bool[Array, " N"]:
-        """Uncovered vertices whose gain is more than their own weight."""
+        """Returns uncovered vertices whose gain is more than their own weight."""
         return self.uncovered & (self.gain > weights)
 
 
@@ -54,10 +54,10 @@ def _take_heavy(
     of bits, instead of one for every covered vertex.
     """
     tiles = Tiles(*graph.bits.shape[1:3])
-    own = jnp.arange(tiles.size, dtype=jnp.int32)
+    vertices = jnp.arange(tiles.size, dtype=jnp.int32)
 
     def heaviest(greed: Greed) -> tuple[Array, Array]:
-        """The highest gain of more than a few, else -1, and the first vertex that has it."""
+        """Returns the highest gain of more than a few, else -1, and the first vertex with it."""
         heavy = greed.sharing(weights) & (greed.gain > FEW)
         return _highest_first(jnp.where(heavy, greed.gain, -1), number)
 
@@ -67,7 +67,7 @@ def _take_heavy(
     def step(carry: tuple[Greed, Array, Array, Array]) -> tuple[Greed, Array, Array, Array]:
         greed, count, best, vertex = carry
         words = graph.bits[vertex // tiles.side, :, vertex % tiles.side]
-        near = (_unpack(words.reshape(-1)) | (own == vertex)) & greed.uncovered
+        near = (_unpack(words.reshape(-1)) | (vertices == vertex)) & greed.uncovered
         gain = jnp.where(near, weights, 0).sum(dtype=jnp.int32)
         holds = gain == best
         covered = near & holds
@@ -86,17 +86,17 @@ def _take_heavy(
 def _highest_first(
     score: Int[Array, " N"], number: Int[Array, " N"]
 ) -> tuple[Int[Array, ""], Int[Array, ""]]:
-    """The highest score, and the place of the one with the lowest number of those that have it."""
+    """Returns the highest score, and its place; of equal scores, that of the lowest number."""
 
-    def better(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ...]:
-        first = (one[0] > other[0]) | ((one[0] == other[0]) & (one[1] < other[1]))
-        return tuple(jnp.where(first, a, b) for a, b in zip(one, other, strict=True))
+    def better(x: tuple[Array, ...], y: tuple[Array, ...]) -> tuple[Array, ...]:
+        x_first = (x[0] > y[0]) | ((x[0] == y[0]) & (x[1] < y[1]))
+        return tuple(jnp.where(x_first, a, b) for a, b in zip(x, y, strict=True))
 
     least, none = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max
     place = jnp.arange(score.size, dtype=jnp.int32)
-    given = score, number, place
+    operands = score, number, place
     best, _, place = jax.lax.reduce(
-        given, (jnp.int32(least), jnp.int32(none), jnp.int32(0)), better, (0,)
+        operands, (jnp.int32(least), jnp.int32(none), jnp.int32(0)), better, (0,)
     )
     return best, place
 
@@ -104,7 +104,7 @@ def _highest_first(
 def _lists(
     graph: Graph, uncovered: Bool[Array, " N"], wanted: Bool[Array, " N"]
 ) -> Int[Array, "N F"]:
-    """The uncovered neighbours of wanted vertices, of which each has fewer than FEW; N for none."""
+    """Lists the uncovered neighbours, fewer than FEW, of each wanted vertex; N for none."""
     tiles = Tiles(*graph.bits.shape[1:3])
     inside = jnp.arange(tiles.side, dtype=jnp.int32)
     block = jnp.arange(tiles.number, dtype=jnp.int32)[:, None]
@@ -114,33 +114,33 @@ def _lists(
 
     def of_block(i: Array) -> Array:
         def next_bit(carry: tuple[Array, ...]) -> tuple[Array, ...]:
-            words, j, found, lists = carry
+            words, j, count, lists = carry
             at = jnp.where(words != 0, word, word.size - 1).min(1)
             bits = words[inside, at]
             some = bits != 0
             lowest = jax.lax.population_count((bits & -bits) - 1).astype(jnp.int32)
             vertex = j * tiles.side + at * WORD + lowest
-            put = some[:, None] & (place == found[:, None])
+            put = some[:, None] & (place == count[:, None])
             lists = jnp.where(put, vertex[:, None], lists)
             words = jnp.where(word == at[:, None], words & (words - 1), words)
-            return words, j, found + some.astype(jnp.int32), lists
+            return words, j, count + some.astype(jnp.int32), lists
 
         def more(carry: tuple[Array, ...]) -> Bool[Array, ""]:
             return any_of((carry[0] != 0).reshape(-1))
 
         def next_tile(carry: tuple[Array, ...]) -> tuple[Array, ...]:
-            left, found, lists = carry
-            j = jax.lax.argmax(left, 0, jnp.int32)
-            some = left[j, inside][:, None]
+            tiles_left, count, lists = carry
+            j = jax.lax.argmax(tiles_left, 0, jnp.int32)
+            some = tiles_left[j, inside][:, None]
             words = jnp.where(some, graph.bits[i, j, inside] & open_words[j], 0)
-            carry = (words, j, found, lists)
-            _, _, found, lists = jax.lax.while_loop(more, next_bit, carry)
-            return left & (block != j[None]), found, lists
+            carry = (words, j, count, lists)
+            _, _, count, lists = jax.lax.while_loop(more, next_bit, carry)
+            return tiles_left & (block != j[None]), count, lists
 
-        left = block_of(graph.filled, i * tiles.side, tiles.side, 1)
-        left &= tiles.block(wanted, i)[None]
+        tiles_left = block_of(graph.filled, i * tiles.side, tiles.side, 1)
+        tiles_left &= tiles.block(wanted, i)[None]
         empty = jnp.full((tiles.side, FEW), tiles.size, jnp.int32)
-        start = varying((left, jnp.zeros(tiles.side, jnp.int32), empty), graph, left)
+        start = varying((tiles_left, jnp.zeros(tiles.side, jnp.int32), empty), graph, tiles_left)
         return jax.lax.while_loop(lambda c: any_of(c[0].reshape(-1)), next_tile, start)[2]
 
     lists = jax.lax.map(of_block, jnp.arange(tiles.number, dtype=jnp.int32))
@@ -148,13 +148,13 @@ def _lists(
 
 
 def _take_light(graph: Graph, greed: Greed, weights: Array, number: Array, chosen: str) -> Greed:
-    """Makes the entries that cover few, many at a time.
+    """Makes the entries that cover few vertices, many at a time.
 
     A vertex that has the highest gain of all within two edges of it becomes an entry before any
     vertex that could change its gain, so that it need not wait for its turn.
     """
     size = number.size
-    own = jnp.arange(size, dtype=jnp.int32)
+    vertices = jnp.arange(size, dtype=jnp.int32)
     sharing = greed.sharing(weights)
     if chosen == "xla":
         lists = _lists(graph, greed.uncovered, sharing)
@@ -177,7 +177,7 @@ def _take_light(graph: Graph, greed: Greed, weights: Array, number: Array, chose
         key = jnp.where(sharing, greed.gain * size + (size - 1 - number), -1)
         within_one = jnp.where(sharing, highest(key), -1)
         chosen = sharing & (highest(within_one) == key)
-        center = jnp.where(greed.uncovered, highest(jnp.where(chosen, own, -1)), -1)
+        center = jnp.where(greed.uncovered, highest(jnp.where(chosen, vertices, -1)), -1)
         uncovered = greed.uncovered & (center < 0)
         return Greed(
             uncovered,
@@ -198,20 +198,20 @@ def search(
     capacity: int,
     chosen: str,
 ) -> tuple[Int[Array, " N"], Int[Array, " N"]]:
-    """Center and value of every vertex as in `Greed`, of all that may be among the entries.
+    """Returns center and value of each vertex, as in `Greed`, by the chosen implementation.
 
-    By the chosen implementation.
+    All vertices that may be among the entries have a value.
     """
-    own, none = jnp.arange(number.size, dtype=jnp.int32), jnp.zeros_like(number)
+    vertices, none = jnp.arange(number.size, dtype=jnp.int32), jnp.zeros_like(number)
     greed = Greed(there, graph.gain, none + number.size, none)
     if chosen == "xla":
         greed, count = _take_heavy(graph, greed, weights, number, capacity)
     else:
-        *found, count = heavy_entries(
+        *state, count = heavy_entries(
             graph.bits[0, 0], there, weights, number, graph.gain, few=FEW, capacity=capacity,
             interpret=chosen == "interpret",
         )  # fmt: skip
-        greed = Greed(*found)
+        greed = Greed(*state)
     greed = jax.lax.cond(
         count < capacity,
         lambda greed: _take_light(graph, greed, weights, number, chosen),
@@ -220,4 +220,4 @@ def search(
     )
     # A vertex without uncovered neighbours stands for itself alone.
     alone = greed.uncovered & ~greed.sharing(weights)
-    return jnp.where(alone, own, greed.center), jnp.where(alone, weights, greed.value)
+    return jnp.where(alone, vertices, greed.center), jnp.where(alone, weights, greed.value)

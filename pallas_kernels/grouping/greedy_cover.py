@@ -20,14 +20,14 @@ from pallas_kernels.grouping.nearest_entries import (
 
 
 class Cover(NamedTuple):
-    """Which vectors became entries, and which entry stands for each vector.
+    """Entries of a cover, and the entry that stands for each vector.
 
     Args:
-      index: the entry of every vector; 0 where it is no member or zero.
+      index: the entry of each vector; 0 for vectors that are zero or no members.
       centers: the vector that became each entry; N from entry `count` on.
-      count: entries.
-      overflow: members that no entry is near enough to, because there was no room for more.
-      beyond: which members those are.
+      count: number of entries.
+      overflow: number of members that are near to no entry, because there was no room for more.
+      beyond: mask of those members.
     """
 
     index: Int[Array, "B N"]
@@ -46,25 +46,26 @@ def greedy_cover(
     capacity: int,
     implementation: str | None = None,
 ) -> Cover:
-    """Covers vectors with as few of their directions as greed finds.
+    """Covers vectors with few of their directions, chosen greedily.
 
     Two vectors are neighbours where their cosine is above `theta`, and every vector is its own
     neighbour. In each step, the uncovered vector whose uncovered neighbours weigh most becomes an
     entry, the first of equals. It stands for those neighbours, which are covered from then on. Once
-    there is no room for another entry, every vector that is left goes to the entry with the highest
+    there is no room for another entry, each remaining vector goes to the entry with the highest
     cosine, the first of equals. A zero vector has no direction and no neighbours.
 
-    The graph is held as bits, N² / 8 bytes for one row at a time (8.6 GB for 262,144 vectors), made
-    from blocks of float32 cosines: as numbers it would be 32 times as large. Products of sketches,
-    which have a quarter of the channels, find the strips that may hold a cosine above `theta`; no
-    other cosines are computed. An entry that covers many vectors takes one step or a few, each of
-    which reads the bits of one vector. Entries that cover few are made many at a time.
+    The graph is held as bits, N² / 8 bytes for one row at a time (8.6 GB for 262,144 vectors). It
+    is made from blocks of float32 cosines; as numbers, it would be 32 times as large. Products of
+    sketches, which have a quarter of the channels, find the strips that may hold a cosine above
+    `theta`; no other cosines are computed. An entry that covers many vectors takes one step or a
+    few, each of which reads the bits of one vector. Entries that cover few vectors are made many at
+    a time.
 
     Args:
-      vectors: what to cover.
-      members: which of them; nothing that stands in the others is looked at.
-      weights: how often each of them counts, at least 1.
-      theta: threshold of cosines, of each row or of all. No cosine is above 1.
+      vectors: vectors to cover.
+      members: mask of the vectors to cover; contents of other vectors are ignored.
+      weights: how often each member counts, at least 1.
+      theta: threshold of cosines, for each row or for all. No cosine is above 1.
       capacity: E, the most entries.
       implementation: `"pallas"` (kernels make the graph, look for neighbours and for the nearest
         entries), `"interpret"` (the kernels, interpreted on any device), `"xla"`, or None: the
@@ -111,7 +112,7 @@ def _cover(vectors, members, weights, theta: Array, capacity: int, chosen: str) 
     graph = make_graph(ordered_units, ordered_weights, theta, tiles, chosen)
     center, value = search(graph, ordered_there, ordered_weights, number, capacity, chosen)
 
-    # The order in which entries come one by one: by falling gain, of equals the first vector first.
+    # Orders entries by falling gain, as if made one by one; of equals, the first vector is first.
     rank = jnp.arange(tiles.size, dtype=jnp.int32)
     _, centers, position = jax.lax.sort((-value, number, rank), num_keys=2)
     count = jnp.minimum((value > 0).sum(dtype=jnp.int32), capacity)
@@ -146,14 +147,14 @@ def _put_nearest(
     side = min(side, size)
 
     def block(carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        left, index = carry
-        # The block that begins with the first vector that is left, or the last whole one.
-        start = jnp.minimum(first_of(left), size - side)
-        own = block_of(left, start, side)
+        remaining, index = carry
+        # The block begins with the first remaining vector, but no later than the last whole block.
+        start = jnp.minimum(first_of(remaining), size - side)
+        in_block = block_of(remaining, start, side)
         nearest, _ = nearest_directions(block_of(units, start, side), entries, count)
-        nearest = jnp.where(own, nearest, block_of(index, start, side))
+        nearest = jnp.where(in_block, nearest, block_of(index, start, side))
         index = jax.lax.dynamic_update_slice_in_dim(index, nearest, start, 0)
         done = jnp.zeros(side, bool)
-        return jax.lax.dynamic_update_slice_in_dim(left, done, start, 0), index
+        return jax.lax.dynamic_update_slice_in_dim(remaining, done, start, 0), index
 
     return jax.lax.while_loop(lambda carry: any_of(carry[0]), block, (wanted, index))[1]

@@ -15,8 +15,8 @@ from pallas_kernels.grouping.kmeans_kernel import kmeans_by_kernels
 
 Metric = Literal["cosine", "l2", "inner_product"]
 
-# Similarities that are held at a time: on CPU, so few that they stay in its caches; elsewhere
-# 256 MB, since every step of a loop costs a launch there.
+# Similarities that are held at a time: on CPU, so few that they stay in its caches. Elsewhere
+# 256 MB, since each step of a loop costs a launch there.
 SIMILARITIES = 2**20
 ACCELERATOR_SIMILARITIES = 2**26
 
@@ -31,29 +31,29 @@ def kmeans(
     rounds: int = 20,
     implementation: str | None = None,
 ) -> tuple[Int[Array, "B H S"], Float[Array, "B H C D"]]:
-    """Lloyd's algorithm: every key goes to its most similar centroid, which moves to their mean.
+    """Clusters keys by Lloyd's algorithm: keys go to centroids, centroids to means of their keys.
 
-    A centroid is the float32 mean of its keys as they are, whatever the metric; without any it
-    stays where it is. Ties go to the lower cluster. It ends after `rounds` moves, or once no label
-    changes; the labels are those of the final centroids.
+    Each key goes to its most similar centroid. A centroid is the float32 mean of its keys as they
+    are, for every metric; a centroid without keys stays unchanged. Ties go to the lower cluster.
+    The algorithm ends after `rounds` moves, or once no label changes. The labels are those of the
+    final centroids.
 
-    The kernels do all rounds, since a round after one that changes nothing changes nothing either:
-    the host need not know when it ends. They hold no similarities, and add up the keys of a cluster
-    in their order.
+    The kernels do all rounds, since rounds after convergence change nothing: so the host need not
+    know when it is reached. They hold no similarities, and add up a cluster's keys in their order.
 
     Args:
-      keys: what to cluster.
-      members: which of them; nothing that stands in the others is looked at.
-      centroids: where to start.
-      there: which clusters there are, likewise. Where a head has none, its keys are in none.
+      keys: keys to cluster.
+      members: mask of the keys to cluster; contents of other keys are ignored.
+      centroids: initial centroids.
+      there: mask of the clusters that exist. In a head without clusters, keys are in none.
       metric: similarity of a key k and a centroid μ: `"cosine"`, `k·μ / (|k| |μ|)`, 0 for a zero
         centroid; `"l2"`, `-|k - μ|²`; `"inner_product"`, `k·μ`.
-      rounds: moves at most.
+      rounds: most moves of the centroids.
       implementation: `"pallas"` (the kernels), `"interpret"` (the kernels, interpreted on any
         device), `"xla"`, or None: the kernels on a GPU that can run them, XLA elsewhere.
 
     Returns:
-      The cluster of every key, C where it is in none, and the float32 centroids.
+      The cluster of each key (C if it is in none), and the float32 centroids.
 
     Raises:
       ValueError: shapes that do not fit each other; an unknown metric, a negative number of rounds;
@@ -105,7 +105,7 @@ def _by_xla(
     metric: Metric,
     rounds: int,
 ) -> tuple[Int[Array, "B H S"], Float[Array, "B H C D"]]:
-    """The XLA reference: as many similarities at a time as suit the device."""
+    """Runs the XLA reference, with as many similarities at a time as suit the device."""
     size, clusters = keys.shape[2], centroids.shape[2]
     on_cpu = jax.default_backend() == "cpu"
     most = SIMILARITIES if on_cpu else ACCELERATOR_SIMILARITIES
@@ -134,7 +134,7 @@ def _by_xla(
         def goes_on(state: tuple[Array, ...]) -> Bool[Array, ""]:
             return (state[0] <= rounds) & state[-1]
 
-        # At first no key has a label, so that all centroids stay: `assign` is compiled once.
+        # The first round only assigns, since no key has a label yet: `assign` is compiled once.
         label = jnp.full(keys.shape[:1], clusters, jnp.int32)
         start = jnp.int32(0), label, centroids.astype(jnp.float32), jnp.array(True)
         start = varying(start, *head)
@@ -143,9 +143,9 @@ def _by_xla(
 
     heads = (keys, members, centroids, there)
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), heads)
-    # More at once than there are: no loop. Else as many as leave no rest, for which everything
-    # would be compiled once more; None instead of one, for which all keys would be copied. Where
-    # a program is exported for any number of rows, heads of a row leave no rest.
+    # The batch size divides the number of heads, since a rest would be compiled once more. If it is
+    # larger than their number, there is no loop. None stands for 1, which would copy all keys. A
+    # program that is exported for any number of rows takes a divisor of a row's heads.
     rows, count = keys.shape[:2]
     if jax.export.is_symbolic_dim(rows):
         heads_at_once = min(heads_at_once, count)
@@ -159,9 +159,9 @@ def _by_xla(
 def _linear(
     centroids: Float[Array, "C D"], metric: Metric
 ) -> tuple[Float[Array, "C D"], Float[Array, " C"]]:
-    """w and b of every centroid, so that `k·w + b` orders centroids as similarity to k does.
+    """Returns w and b of each centroid such that `k·w + b` orders centroids by similarity to k.
 
-    The key's own length changes no order.
+    The key's own length does not change the order.
     """
     square = (centroids * centroids).sum(-1)
     if metric == "l2":
@@ -173,7 +173,7 @@ def _linear(
 
 
 def _first_best(similarity: Float[Array, " C"]) -> Int[Array, ""]:
-    """The first of the largest, by two plain reductions: on CPU, four times faster than argmax."""
+    """Returns the first maximum, by two plain reductions: on CPU 4 times faster than argmax."""
     last = similarity.shape[0] - 1
     cluster = jnp.arange(last + 1, dtype=jnp.float32)
     best = jnp.where(similarity == similarity.max(), cluster, float(last))
@@ -183,7 +183,7 @@ def _first_best(similarity: Float[Array, " C"]) -> Int[Array, ""]:
 def _means(
     keys: Float[Array, "S D"], label: Int[Array, " S"], centroids: Float[Array, "C D"]
 ) -> Float[Array, "C D"]:
-    """Means of the keys of each label; the old centroid where there are none. Label C = none."""
+    """Returns the mean of each label's keys, or the old centroid without any. Label C: none."""
     total = jnp.zeros_like(centroids).at[label].add(keys, mode="drop")
     count = jnp.zeros((len(centroids), 1), jnp.float32).at[label].add(1.0, mode="drop")
     return jnp.where(count > 0, total / jnp.maximum(count, 1.0), centroids)

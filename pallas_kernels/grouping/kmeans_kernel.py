@@ -1,7 +1,7 @@
-"""k-means by kernels: keys go to centroids by `best_match`, centroids to means by another kernel.
+"""k-means by kernels: `best_match` assigns keys to centroids, another kernel computes means.
 
 All rows and heads are one launch, and the number of launches is known beforehand: nothing waits for
-the host. Rounds that come after no label changes compute the same labels and centroids once more.
+the host. Rounds after convergence compute the same labels and centroids again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.base import route
-from pallas_kernels.base.kernel_parts import dot, load_rows, own_part, store_rows
+from pallas_kernels.base.kernel_parts import dot, load_rows, program_part, store_rows
 from pallas_kernels.base.tiles import SMALLEST, Tile, power_of_two, tile_of
 from pallas_kernels.grouping.best_match import Every, Similarity, best_match
 
@@ -31,7 +31,7 @@ def kmeans_by_kernels(
     rounds: int,
     interpret: bool,
 ) -> tuple[Int[Array, "B H S"], Float[Array, "B H C D"]]:
-    """`kmeans`, every one of its rounds."""
+    """Runs all rounds of `kmeans`."""
     size, clusters = keys.shape[2], centroids.shape[2]
     members = members & there.any(-1, keepdims=True)
 
@@ -47,7 +47,7 @@ def kmeans_by_kernels(
         return assign(centroids), centroids
 
     centroids = centroids.astype(jnp.float32)
-    # Static bounds: XLA runs such a loop on a GPU without waiting for the device.
+    # XLA runs a loop with static bounds on a GPU without waiting for the device.
     return jax.lax.fori_loop(0, rounds, move, (assign(centroids), centroids))
 
 
@@ -59,14 +59,14 @@ def means(
     tile: Tile,
     interpret: bool,
 ) -> Float[Array, "B H C D"]:
-    """The float32 mean of the keys of each cluster; its old centroid where it has none.
+    """Returns the float32 mean of each cluster's keys, or its old centroid if it has none.
 
     A program goes through all keys of its head in their order and adds up those of its clusters,
     so that sums are the same every time. Keys of no cluster are not read.
 
     Args:
-      keys: as they are.
-      label: the cluster of every key; C where it is in none.
+      keys: keys as they are stored.
+      label: the cluster of each key; C if it is in none.
       centroids: float32, replaced in place where they are not used again.
       tile: bytes of a tile of keys, and of one of centroids.
       interpret: whether the kernel is interpreted.
@@ -82,15 +82,15 @@ def means(
     """
     if not (keys.size and centroids.size):
         return centroids
-    own = (0, 1)
+    axes = (0, 1)
     width = max(SMALLEST, power_of_two(keys.shape[3]))
     rows = tile.block(width * keys.dtype.itemsize, keys.shape[2])
     clusters = tile.block(width * centroids.dtype.itemsize, centroids.shape[2])
     return route.pallas_call(
         functools.partial(_means_kernel, rows=rows, tile=clusters),
         grid=(*keys.shape[:2], pl.cdiv(centroids.shape[2], clusters)),
-        in_specs=[own_part(x, own) for x in (keys, label, centroids)],
-        out_specs=own_part(centroids, own),
+        in_specs=[program_part(x, axes) for x in (keys, label, centroids)],
+        out_specs=program_part(centroids, axes),
         out_shape=jax.ShapeDtypeStruct(centroids.shape, centroids.dtype),
         input_output_aliases={2: 0},
         num_warps=tile.warps,
@@ -101,7 +101,7 @@ def means(
 
 
 def _means_kernel(keys, label, centroids, out, *, rows: int, tile: int):
-    """The means of a tile of clusters, from `rows` keys at a time."""
+    """Computes the means of a tile of clusters, from `rows` keys at a time."""
     (size, channels), clusters = keys.shape, centroids.shape[0]
     first = pl.program_id(2) * tile
     cluster = first + jnp.arange(tile, dtype=jnp.int32)
@@ -109,11 +109,11 @@ def _means_kernel(keys, label, centroids, out, *, rows: int, tile: int):
     def add(i, carry):
         total, count = carry
         row = i * rows + jnp.arange(rows, dtype=jnp.int32)
-        own = route.load(label.at[row], mask=row < size, other=NONE)
-        wanted = (own >= first) & (own < jnp.minimum(first + tile, clusters))
+        key_label = route.load(label.at[row], mask=row < size, other=NONE)
+        wanted = (key_label >= first) & (key_label < jnp.minimum(first + tile, clusters))
         part = load_rows(keys, row, wanted, SMALLEST)
-        member = cluster[:, None] == own[None, :]
-        # A sum of keys is a product with ones, which are exact in every dtype.
+        member = cluster[:, None] == key_label[None, :]
+        # Sums keys by a product with ones, which are exact in every dtype.
         total += dot(member.astype(keys.dtype), part)
         return total, count + member.astype(jnp.float32).sum(1)
 
@@ -122,6 +122,6 @@ def _means_kernel(keys, label, centroids, out, *, rows: int, tile: int):
     blocks = jnp.int32(pl.cdiv(size, rows))
     total, count = jax.lax.fori_loop(jnp.int32(0), blocks, add, none)
     there = cluster < clusters
-    old = load_rows(centroids, cluster, there, SMALLEST)
+    centroid = load_rows(centroids, cluster, there, SMALLEST)
     mean = total / jnp.maximum(count, 1.0)[:, None]
-    store_rows(out, cluster, there, jnp.where((count > 0)[:, None], mean, old))
+    store_rows(out, cluster, there, jnp.where((count > 0)[:, None], mean, centroid))

@@ -1,4 +1,4 @@
-"""The entry of a codebook whose direction is nearest to that of a vector."""
+"""Search for the codebook entry whose direction is nearest to that of a vector."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.base import route
 from pallas_kernels.base.dispatch import choose_implementation
-from pallas_kernels.base.kernel_parts import dot, load_rows, own_part
+from pallas_kernels.base.kernel_parts import dot, load_rows, program_part
 from pallas_kernels.base.tiles import SMALLEST, power_of_two
 from pallas_kernels.base.varying import varying
 
-VECTORS = 256  # at a time
-ENTRIES = 4096  # whose cosines are held at a time: on CPU, so few that they stay in its caches
-TILE, MOST = 8192, 64  # numbers of a kernel's tile of vectors or entries, and how many those are
+VECTORS = 256  # vectors that are compared at a time
+ENTRIES = 4096  # entries whose cosines are held at a time: so few that they stay in a CPU's caches
+TILE, MOST = 8192, 64  # numbers of a kernel's tile, and its most vectors or entries
 
 
 def nearest_entries(
@@ -28,15 +28,15 @@ def nearest_entries(
     *,
     implementation: str | None = None,
 ) -> tuple[Int[Array, "B N"], Float[Array, "B N"]]:
-    """The entry with the highest cosine to each vector, the first of equals, and that cosine.
+    """Finds the entry with the highest cosine to each vector, the first of equals, and the cosine.
 
     The kernel holds no cosines beyond a tile. XLA goes through the entries in a loop whose length
     only the device knows.
 
     Args:
-      vectors: of any length; the cosine of a zero vector is 0.
-      entries: of any length but 0.
-      count: how many of them there are; without any, the cosines are `-inf`.
+      vectors: vectors of any length; the cosine of a zero vector is 0.
+      entries: entries of any length but 0.
+      count: number of entries; without any, the cosines are `-inf`.
       implementation: `"pallas"` (the kernel), `"interpret"` (the kernel, interpreted on any
         device), `"xla"`, or None: the kernel on a GPU that can run it, XLA elsewhere.
 
@@ -71,9 +71,9 @@ def nearest_entries(
 def directions(
     vectors: Float[Array, "... D"],
 ) -> tuple[Float[Array, "... D"], Float[Array, ...]]:
-    """Float32 unit vectors and Euclidean norms; a zero vector stays zero."""
+    """Returns float32 unit vectors and Euclidean norms; a zero vector stays zero."""
     vectors = vectors.astype(jnp.float32)
-    # Divided by its largest number first: the square of a small one may be 0.
+    # Each vector is first divided by its largest number, as the square of a small number may be 0.
     largest = jnp.abs(vectors).max(-1)
     scaled = vectors / jnp.where(largest > 0, largest, 1.0)[..., None]
     length = jnp.sqrt((scaled * scaled).sum(-1))
@@ -83,19 +83,19 @@ def directions(
 def nearest_directions(
     units: Float[Array, "N D"], entries: Float[Array, "E D"], count: Int[Array, ""]
 ) -> tuple[Int[Array, " N"], Float[Array, " N"]]:
-    """`nearest_entries` of so few unit vectors that N x ENTRIES cosines may be held."""
+    """Computes `nearest_entries` of so few unit vectors that N x ENTRIES cosines may be held."""
     number, total = units.shape[0], entries.shape[0]
     size = min(ENTRIES, total)
 
     def block(j: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
-        # The last block begins early enough to be whole; what it has twice changes nothing.
+        # The last block begins early enough to be whole; comparing entries twice changes nothing.
         start = jnp.minimum(j * size, total - size)
         rows, norms = directions(jax.lax.dynamic_slice_in_dim(entries, start, size))
-        own = (start + jnp.arange(size, dtype=jnp.int32))[:, None]
+        entry = (start + jnp.arange(size, dtype=jnp.int32))[:, None]
         cosine = jnp.minimum(jnp.dot(rows, units.T, precision="highest"), 1.0)
-        cosine = jnp.where((own < count) & (norms > 0)[:, None], cosine, -jnp.inf)
+        cosine = jnp.where((entry < count) & (norms > 0)[:, None], cosine, -jnp.inf)
         highest = cosine.max(0)
-        first = jnp.where(cosine == highest[None], own, total).min(0)
+        first = jnp.where(cosine == highest[None], entry, total).min(0)
         higher = highest > best[1]
         return jnp.where(higher, first, best[0]), jnp.maximum(highest, best[1])
 
@@ -111,9 +111,9 @@ def nearest_of_wanted(
     count: Int[Array, " B"],
     interpret: bool,
 ) -> tuple[Int[Array, "B N"], Float[Array, "B N"]]:
-    """`nearest_entries` of unit vectors by one launch; of those that are not wanted, 0 and -inf.
+    """Computes `nearest_entries` of unit vectors by one launch; unwanted ones get 0 and -inf.
 
-    A program that has none to look for ends at once.
+    A program without wanted vectors ends at once.
     """
     batch, number, channels = units.shape
     padded = max(SMALLEST, power_of_two(channels))
@@ -122,8 +122,8 @@ def nearest_of_wanted(
     return route.pallas_call(
         functools.partial(_kernel, tile=tile),
         grid=(batch, pl.cdiv(number, tile)),
-        in_specs=[own_part(x, (0,)) for x in (units, wanted, entries, count)],
-        out_specs=[own_part(x, (0,)) for x in out],
+        in_specs=[program_part(x, (0,)) for x in (units, wanted, entries, count)],
+        out_specs=[program_part(x, (0,)) for x in out],
         out_shape=out,
         num_stages=1,
         interpret=interpret,
@@ -132,28 +132,28 @@ def nearest_of_wanted(
 
 
 def _kernel(units, wanted, entries, count, index, cosine, *, tile: int):
-    """A tile of vectors, which all entries are compared with."""
+    """Compares a tile of vectors with all entries."""
     vector = pl.program_id(1) * tile + jnp.arange(tile, dtype=jnp.int32)
     there = vector < units.shape[0]
     looks = route.load(wanted.at[vector], mask=there, other=np.int32(0)) > 0
-    own = load_rows(units, vector, there, SMALLEST)
+    tile_units = load_rows(units, vector, there, SMALLEST)
     total = jnp.where(looks.astype(jnp.int32).max() > 0, count[...], 0)
 
     def compare(i, best):
         entry = i * tile + jnp.arange(tile, dtype=jnp.int32)
         rows, norms = directions(load_rows(entries, entry, entry < total, SMALLEST))
-        found = jnp.minimum(dot(rows, own.T), 1.0)
-        found = jnp.where(((entry < total) & (norms > 0))[:, None], found, -jnp.inf)
-        highest = found.max(0)
-        first = jnp.where(found == highest[None, :], entry[:, None], entries.shape[0]).min(0)
+        similar = jnp.minimum(dot(rows, tile_units.T), 1.0)
+        similar = jnp.where(((entry < total) & (norms > 0))[:, None], similar, -jnp.inf)
+        highest = similar.max(0)
+        first = jnp.where(similar == highest[None, :], entry[:, None], entries.shape[0]).min(0)
         higher = highest > best[1]
         return jnp.where(higher, first, best[0]), jnp.maximum(highest, best[1])
 
     none = jnp.zeros((tile,), jnp.int32), jnp.full((tile,), -jnp.inf)
     rounds = jax.lax.div(total + np.int32(tile - 1), np.int32(tile))
-    found = jax.lax.fori_loop(np.int32(0), rounds, compare, none)
-    route.store(index.at[vector], jnp.where(looks, found[0], 0), mask=there)
-    route.store(cosine.at[vector], jnp.where(looks, found[1], -jnp.inf), mask=there)
+    best_entry, highest = jax.lax.fori_loop(np.int32(0), rounds, compare, none)
+    route.store(index.at[vector], jnp.where(looks, best_entry, 0), mask=there)
+    route.store(cosine.at[vector], jnp.where(looks, highest, -jnp.inf), mask=there)
 
 
 def _nearest(

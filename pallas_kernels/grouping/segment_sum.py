@@ -1,4 +1,4 @@
-"""Sums of the rows of a cache that go into the same place, and how kernels find those rows."""
+"""Sums the rows of a cache that go into the same place; finds those rows for kernels."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from jaxtyping import Array, Int
 
 from pallas_kernels.base import route
 from pallas_kernels.base.dispatch import choose_implementation
-from pallas_kernels.base.kernel_parts import load_rows, own_part, store_rows
+from pallas_kernels.base.kernel_parts import load_rows, program_part, store_rows
 from pallas_kernels.base.tiles import power_of_two
 
-# A program adds up MEMBERS rows of each of its targets at a time, of which it has as many as make
-# such a tile: 4 warps hold it in registers. Segments are rarely longer than that.
+# A program adds up MEMBERS rows of each of its targets at a time. Segments are rarely longer than
+# that. The number of targets fills a tile of TILE numbers, which 4 warps hold in registers.
 MEMBERS, TILE, MOST_TARGETS = 8, 8192, 128
 
 
@@ -28,21 +28,21 @@ def segment_sum(
     *,
     implementation: str | None = None,
 ) -> Array:
-    """Sums of the rows that go into each place: `out[p] = Σ_{n: into[n] = p} rows[n]`.
+    """Sums the rows that go into each place: `out[p] = Σ_{n: into[n] = p} rows[n]`.
 
-    XLA adds rows one by one where they go. On a GPU these are atomic additions, whose order and
+    XLA adds rows to their places one by one. On a GPU these are atomic additions, whose order and
     rounding differ from run to run. The kernel adds up each place's rows in the order of their
-    numbers, so that equal arguments have equal sums.
+    numbers, so that equal arguments give equal sums.
 
     Args:
       rows: `[B, H, N, ...]`.
-      into: the place of each row; numbers from `places` on are none, and no number is negative.
+      into: the place of each row; numbers from `places` on mean none, and no number is negative.
       places: P, N by default.
       implementation: `"pallas"` (the kernel), `"interpret"` (the kernel, interpreted on any
         device), `"xla"`, or None: the kernel on a GPU that can run it, XLA elsewhere.
 
     Returns:
-      `[B, H, P, ...]` in the dtype of the rows. The kernel's sums are float32 on the way.
+      `[B, H, P, ...]` in the dtype of the rows. The kernel sums in float32.
 
     Raises:
       ValueError: shapes that do not fit each other; an unknown implementation, or one that the
@@ -68,18 +68,19 @@ def segment_sum(
     return _sum(flat, Segments.of(into, places), chosen == "interpret").reshape(out.shape)
 
 
-# Rows of each row and head added to those of a store, one by one; places behind its end are none.
+# Adds rows to those of a store for each row and head; drops rows for places beyond its end.
 add_into = jax.vmap(
-    jax.vmap(lambda x, into, more: x.at[into].add(more, mode="drop", wrap_negative_indices=False))
+    jax.vmap(lambda x, into, rows: x.at[into].add(rows, mode="drop", wrap_negative_indices=False))
 )
 
 
 class Segments(NamedTuple):
-    """The rows of each place, as kernels read them.
+    """Rows of each place, listed for kernels.
 
     Args:
-      order: numbers of the rows, sorted by the places that they go into, then by themselves.
-      first, count: where a place's rows begin in that order, and how many they are.
+      order: numbers of the rows, sorted by the places that they go into, then by number.
+      first: where a place's rows begin in that order.
+      count: number of a place's rows.
     """
 
     order: Int[Array, "B H N"]
@@ -88,35 +89,36 @@ class Segments(NamedTuple):
 
     @classmethod
     def of(cls, into: Int[Array, "B H N"], places: int) -> Segments:
-        """From each row's place."""
+        """Finds the segments from each row's place."""
         number = jax.lax.broadcasted_iota(jnp.int32, into.shape, 2)
-        # Of a stable sort by one key XLA makes one of three arrays.
+        # XLA would make a sort of three arrays of a stable sort by one key.
         place, order = jax.lax.sort((into, number), dimension=2, num_keys=2, is_stable=False)
         edge = jnp.pad(place[..., 1:] != place[..., :-1], ((0, 0), (0, 0), (1, 1)),
                        constant_values=True)  # fmt: skip
         nothing = jnp.zeros((*into.shape[:2], places), jnp.int32)
-        # Each place is written once at most, in whatever order.
+        # Each place is written at most once, so the order of writes does not matter.
         first = _set(nothing, jnp.where(edge[..., :-1], place, places), number)
         end = _set(nothing, jnp.where(edge[..., 1:], place, places), number + 1)
         return cls(order, first, end - first)
 
     def parts(self) -> list[pl.BlockSpec]:
-        """What a program is given of them."""
-        return [own_part(x, (0, 1)) for x in self]
+        """Returns the parts of the segments that a program is given."""
+        return [program_part(x, (0, 1)) for x in self]
 
 
 _set = jax.vmap(
-    jax.vmap(lambda x, into, new: x.at[into].set(new, mode="drop", wrap_negative_indices=False))
+    jax.vmap(lambda x, into, value: x.at[into].set(value, mode="drop", wrap_negative_indices=False))
 )
 
 
 class Targets(NamedTuple):
-    """A program's targets, and their rows: of refs as in `Segments`.
+    """Targets of a program and their rows, read from refs of `Segments`.
 
     Args:
-      order: of the rows.
-      target, there: numbers of the targets, and which of them there are.
-      first, count: as of the segments.
+      order: order of the rows.
+      target: numbers of the targets.
+      there: which of the targets exist.
+      first, count: as in `Segments`, for these targets.
     """
 
     order: Any
@@ -127,16 +129,16 @@ class Targets(NamedTuple):
 
     @classmethod
     def of(cls, order, first, count, tile: int) -> Targets:
-        """Those of a program: `tile` of them."""
+        """Loads the `tile` targets of a program."""
         target = pl.program_id(2) * tile + jnp.arange(tile, dtype=jnp.int32)
         there = target < first.shape[0]
-        own = (route.load(x.at[target], mask=there, other=np.int32(0)) for x in (first, count))
-        return cls(order, target, there, *own)
+        bounds = (route.load(x.at[target], mask=there, other=np.int32(0)) for x in (first, count))
+        return cls(order, target, there, *bounds)
 
     def fold(self, count, add, start):
-        """`add(slots, wanted, carry)` for some `[T, MEMBERS]` rows after the others of each target.
+        """Calls `add(slots, wanted, carry)` on `[T, MEMBERS]` rows of the targets at a time.
 
-        `count` of the rows of each target are taken.
+        Takes `count` rows of each target.
         """
 
         def some(i, carry):
@@ -151,21 +153,21 @@ class Targets(NamedTuple):
 
 
 def targets_of(channels: int, places: int) -> int:
-    """How many targets a program has, of rows of so many channels."""
+    """Returns how many targets a program has, for rows of `channels` channels."""
     fitting = max(TILE // (MEMBERS * power_of_two(channels)), 1)
     return min(fitting, MOST_TARGETS, power_of_two(places))
 
 
 def _sum(rows: Array, segments: Segments, interpret: bool) -> Array:
-    """One launch, after those that find the segments."""
+    """Sums by one launch, after those that find the segments."""
     channels, places = rows.shape[3], segments.first.shape[2]
     tile = targets_of(channels, places)
     out = jax.ShapeDtypeStruct((*rows.shape[:2], places, channels), rows.dtype)
     return route.pallas_call(
         functools.partial(_kernel, tile=tile),
         grid=(*rows.shape[:2], pl.cdiv(places, tile)),
-        in_specs=[own_part(rows, (0, 1)), *segments.parts()],
-        out_specs=own_part(out, (0, 1)),
+        in_specs=[program_part(rows, (0, 1)), *segments.parts()],
+        out_specs=program_part(out, (0, 1)),
         out_shape=out,
         num_stages=1,
         interpret=interpret,
@@ -174,12 +176,14 @@ def _sum(rows: Array, segments: Segments, interpret: bool) -> Array:
 
 
 def _kernel(rows, order, first, count, out, *, tile: int):
-    """The sums of a tile of places."""
-    own = Targets.of(order, first, count, tile)
-    kind = jnp.float32 if jnp.issubdtype(rows.dtype, jnp.floating) else rows.dtype
+    """Sums the rows of a tile of places."""
+    targets = Targets.of(order, first, count, tile)
+    sum_dtype = jnp.float32 if jnp.issubdtype(rows.dtype, jnp.floating) else rows.dtype
 
     def add(number, wanted, total):
-        return total + load_rows(rows, number, wanted).astype(kind).sum(1, dtype=kind)
+        return total + load_rows(rows, number, wanted).astype(sum_dtype).sum(1, dtype=sum_dtype)
 
-    total = own.fold(own.count, add, jnp.zeros((tile, power_of_two(rows.shape[1])), kind))
-    store_rows(out, own.target, own.there, total.astype(out.dtype))
+    total = targets.fold(
+        targets.count, add, jnp.zeros((tile, power_of_two(rows.shape[1])), sum_dtype)
+    )
+    store_rows(out, targets.target, targets.there, total.astype(out.dtype))

@@ -1,4 +1,4 @@
-"""Comparing keys of a cache with one another, pair by pair."""
+"""Compares keys of a cache with one another, pair by pair."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.base import route
 from pallas_kernels.base.dispatch import choose_implementation
-from pallas_kernels.base.kernel_parts import load_rows, own_part
+from pallas_kernels.base.kernel_parts import load_rows, program_part
 from pallas_kernels.base.rows import take_slots
 from pallas_kernels.base.tiles import power_of_two
 from pallas_kernels.base.varying import varying
 from pallas_kernels.grouping.cosine import EPSILON, above, inverse_length, round_cosine
 
-BLOCK = 512  # pairs that are compared at a time: on CPU, what stays in its caches
+BLOCK = 512  # pairs that are compared at a time: as many as stay in a CPU's caches
 TILE = 4096  # numbers of the first keys of a program's pairs: 4 warps hold both keys in registers
 
 
@@ -30,12 +30,13 @@ def pair_cosine(
     *,
     implementation: str | None = None,
 ) -> Float[Array, "B H N"]:
-    """Cosine of two keys, `a·b / (|a| |b|)`, for N pairs of slots; 0 where one is 0; float32.
+    """Returns the cosine of two keys, `a·b / (|a| |b|)`, for N pairs of slots; float32.
 
-    Cosines are rounded to multiples of a step: the first power of two that is no less than
-    `2^-21 √D`, with D channels. Half a step is more than the rounding error of a sum of D products.
-    So the cosine of keys that are equal, or positive multiples of each other, is exactly 1. Equal
-    cosines of different pairs are equal numbers, except the few halfway between two multiples.
+    The cosine with a zero key is 0. Cosines are rounded to multiples of a step: the first power of
+    two that is no less than `2^-21 √D`, with D channels. Half a step is more than the rounding
+    error of a sum of D products. So the cosine of keys that are equal, or positive multiples of
+    each other, is exactly 1. Equal cosines of different pairs are equal numbers, except the few
+    halfway between two multiples.
 
     Args:
       first, second: the slots of each pair.
@@ -64,11 +65,10 @@ def pair_distance(
     *,
     implementation: str | None = None,
 ) -> Float[Array, "B H N"]:
-    """Distance of two keys, `|a - b|`, for N pairs of slots; float32.
+    """Returns the distance of two keys, `|a - b|`, for N pairs of slots; float32.
 
-    It is exactly 0 where it is no more than one rounding of the keys' dtype, `ε |a| / 2`, or than
-    what float32 rounds in a few steps, `4 · 2^-23 |a|`: so equal keys are equal whatever they were
-    computed from.
+    It is exactly 0 where it is at most one rounding error of the keys' dtype, `ε |a| / 2`, or that
+    of a few steps in float32, `4 · 2^-23 |a|`. So keys that differ only by rounding count as equal.
 
     Args:
       first, second: the slots of each pair.
@@ -96,17 +96,19 @@ def join_anchors(
     *,
     implementation: str | None = None,
 ) -> Bool[Array, "B H N"]:
-    """Which entries of `order` join the run after them, from the last to the first.
+    """Returns which entries of `order` join the run after them, from the last to the first.
 
-    An entry joins where `pairs` allows it and the cosine of its key and that of the run's last
-    entry, the anchor, rounded as by `pair_cosine`, is above the threshold by more than a step;
-    elsewhere the entry is the anchor of a new run. Which keys are compared depends on the entries
-    before, so that XLA takes a step of a loop for each entry; the kernel is one launch, in which a
-    program goes through the entries of a head.
+    The last entry of a run is its anchor. An entry joins if `pairs` allows it and its key's cosine
+    with the anchor's key is above the threshold by more than a step; cosines are rounded as by
+    `pair_cosine`. Otherwise the entry is the anchor of a new run. The keys to compare depend on
+    earlier comparisons, so XLA takes a loop step for each entry. The kernel is one launch, in which
+    a program goes through the entries of a head.
 
     Args:
-      order: slots.
+      keys: keys of all slots.
+      order: slots of the entries.
       pairs: whether an entry may join the next one; the last may not.
+      threshold: cosine above which an entry joins.
       implementation: `"pallas"` (the kernel), `"interpret"` (the kernel, interpreted on any
         device), `"xla"`, or None: the kernel on a GPU that can run it, XLA elsewhere.
 
@@ -142,7 +144,7 @@ def _measured(
     second: Array,
     implementation: str | None,
 ) -> Float[Array, "B H N"]:
-    """What `by_xla`, or in a kernel `by_kernel`, gives for every pair of keys."""
+    """Returns the result of `by_xla`, or in a kernel of `by_kernel`, for each pair of keys."""
     chosen = choose_implementation(implementation, keys)
     _check(keys, first=first, second=second)
     if chosen == "xla" or not keys.size or not first.size:
@@ -153,8 +155,8 @@ def _measured(
     return route.pallas_call(
         functools.partial(_pair_kernel, measure=by_kernel, tile=tile),
         grid=(*first.shape[:2], pl.cdiv(pairs, tile)),
-        in_specs=[own_part(x, (0, 1)) for x in (keys, first, second)],
-        out_specs=own_part(measured, (0, 1)),
+        in_specs=[program_part(x, (0, 1)) for x in (keys, first, second)],
+        out_specs=program_part(measured, (0, 1)),
         out_shape=measured,
         num_stages=1,
         interpret=chosen == "interpret",
@@ -163,19 +165,19 @@ def _measured(
 
 
 def _check(keys: Array, **lists: Array) -> None:
-    """Raises unless the lists are of the same length, one for each row and head of the keys."""
+    """Raises ValueError unless two lists of the same length belong to each row and head."""
     if keys.ndim != 4:
         raise ValueError(f"keys must be [B, H, S, D], got {keys.shape}")
-    (name, one), (other_name, other) = lists.items()
-    if one.ndim != 3 or one.shape[:2] != keys.shape[:2]:
+    (name, first), (second_name, second) = lists.items()
+    if first.ndim != 3 or first.shape[:2] != keys.shape[:2]:
         expected = f"{keys.shape[:2]} and a length"
-        raise ValueError(f"{name} must have shape {expected}, got {one.shape}")
-    if other.shape != one.shape:
-        raise ValueError(f"{other_name} must have shape {one.shape}, got {other.shape}")
+        raise ValueError(f"{name} must have shape {expected}, got {first.shape}")
+    if second.shape != first.shape:
+        raise ValueError(f"{second_name} must have shape {first.shape}, got {second.shape}")
 
 
 def _pair_kernel(keys, first, second, measured, *, measure: Callable, tile: int):
-    """A tile of pairs."""
+    """Compares a tile of pairs."""
     pair = pl.program_id(2) * tile + jnp.arange(tile, dtype=jnp.int32)
     there = pair < first.shape[0]
     slots = (route.load(x.at[pair], mask=there, other=np.int32(0)) for x in (first, second))
@@ -184,20 +186,20 @@ def _pair_kernel(keys, first, second, measured, *, measure: Callable, tile: int)
 
 
 def _join(keys, order, pairs, threshold: float, interpret: bool) -> Bool[Array, "B H N"]:
-    """One launch; a program goes through the entries of a row and head."""
+    """Joins entries by one launch; a program goes through the entries of a row and head."""
     joins = jax.ShapeDtypeStruct(order.shape, jnp.int32)
-    found = route.pallas_call(
+    joined = route.pallas_call(
         functools.partial(_anchor_kernel, threshold=threshold),
         grid=order.shape[:2],
-        in_specs=[own_part(x, (0, 1)) for x in (keys, order, pairs)],
-        out_specs=own_part(joins, (0, 1)),
+        in_specs=[program_part(x, (0, 1)) for x in (keys, order, pairs)],
+        out_specs=program_part(joins, (0, 1)),
         out_shape=joins,
         num_warps=1,  # sums over the channels of one key need no shared memory then
         num_stages=1,
         interpret=interpret,
         name="join_anchors",
     )(keys, order.astype(jnp.int32), pairs.astype(jnp.int32))
-    return found > 0
+    return joined > 0
 
 
 def _anchor_kernel(keys, order, pairs, joins, *, threshold: float):
@@ -224,7 +226,7 @@ def _anchor_kernel(keys, order, pairs, joins, *, threshold: float):
 def _in_blocks(
     measure: Callable[[Array, Array], Array], keys: Array, first: Array, second: Array
 ) -> Float[Array, "B H N"]:
-    """`measure` of every pair of keys, block by block: gathered keys are never held all at once."""
+    """Measures pairs block by block, so that gathered keys are never held all at once."""
     count = first.shape[2]
     block = min(BLOCK, count)
     pairs = jnp.pad(jnp.stack((first, second)), ((0, 0), (0, 0), (0, 0), (0, -count % block)))
@@ -238,13 +240,13 @@ def _in_blocks(
 
 
 def _cosine(a: Float[Array, "*N D"], b: Float[Array, "*N D"]) -> Float[Array, "*N"]:
-    # A batched product: the sum of an elementwise one is several times slower on CPU.
+    # Uses a batched product: summing an elementwise product is several times slower on CPU.
     dots = jnp.einsum("...d,...d->...", a, b, precision=jax.lax.Precision.HIGHEST)
     return dots * inverse_length(a) * inverse_length(b)
 
 
 def _tile_cosine(a: Float[Array, "*N D"], b: Float[Array, "*N D"]) -> Float[Array, "*N"]:
-    """In a kernel, which has no batched product."""
+    """Returns cosines in a kernel, which has no batched product."""
     return (a * b).sum(-1) * inverse_length(a) * inverse_length(b)
 
 

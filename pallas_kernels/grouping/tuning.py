@@ -1,4 +1,4 @@
-"""What `pallas_kernels.tune` measures of the kernels that group keys."""
+"""Calls of the kernels that group keys, which `pallas_kernels.tune` measures."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pallas_kernels.grouping.kmeans_kernel import means
 
 
 class Grouping(NamedTuple):
-    """Keys in bfloat16, 8 heads of 128 channels, in chunks that are grouped by themselves.
+    """A measured call: 8 heads of 128 bfloat16 channels by default, grouped chunk by chunk.
 
     Args:
-      rows: of a batch.
+      rows: rows of a batch.
       slots: keys of each head.
       chunk: keys that are grouped together; divides `slots`.
-      clusters: of a chunk; None: even keys look for the most similar odd one instead.
-      average: whether centroids become means; else keys look for their centroids.
-      heads, channels, dtype: of the keys.
+      clusters: clusters of a chunk; None: each even key finds the most similar odd key instead.
+      average: whether centroids become means; otherwise keys find their centroids.
+      heads, channels, dtype: heads, channels and dtype of the keys.
     """
 
     rows: int
@@ -35,19 +35,19 @@ class Grouping(NamedTuple):
 
     @property
     def tried(self) -> dict[str, tuple[int, ...]]:
-        """What else is tried beside sizes of tiles, warps and stages, by the fields of `Tile`."""
+        """Values to try by field of `Tile`, besides tile sizes, warps and stages."""
         return {"programs": (1,)}  # no keys are split among programs
 
     @property
     def bytes(self) -> int:
-        """What must move: keys, centroids, and the numbers that are read or written of each key."""
+        """Bytes that must move: keys, centroids, and the numbers read or written for each key."""
         keys = self.rows * self.heads * self.slots
         per_key = self.channels * jnp.dtype(self.dtype).itemsize + (4 if self.average else 8)
         centroids = keys // self.chunk * (self.clusters or 0) * self.channels * 4
         return keys * per_key + centroids * (2 if self.average else 1)
 
     def operands(self) -> tuple[jax.Array, ...]:
-        """Random arguments of `call`."""
+        """Makes random arguments of `call`."""
         first, second, third = jax.random.split(jax.random.key(0), 3)
         lists = (self.rows, self.heads * self.slots // self.chunk)
         keys = jax.random.normal(first, (*lists, self.chunk, self.channels), self.dtype)
@@ -66,16 +66,16 @@ class Grouping(NamedTuple):
         tile: Tile,
         interpret: bool = False,
     ) -> jax.Array:
-        """What is measured; x is the centroids, or 0. The result can be added to it."""
-        how = {"tile": tile, "interpret": interpret}
+        """Runs the measured call. x is the centroids, or 0; the result can be added to it."""
+        options = {"tile": tile, "interpret": interpret}
         if label is not None:
-            return means(keys, label, x, **how)
+            return means(keys, label, x, **options)
         if self.clusters is None:
-            there = jnp.full(keys.shape[:3], x < 1)  # all, by way of what the call before gave
+            there = jnp.full(keys.shape[:3], x < 1)  # all true, but dependent on the call before
             parts = Every(self.chunk, 0, 2), Every(self.chunk, 1, 2)
-            best, _ = best_match(keys, keys, there, *parts, "rounded_cosine", **how)
+            best, _ = best_match(keys, keys, there, *parts, "rounded_cosine", **options)
         else:
             there = jnp.ones(x.shape[:3], bool)
             parts = Every(self.chunk), Every(self.clusters)
-            best, _ = best_match(keys, x, there, *parts, "cosine", **how)
+            best, _ = best_match(keys, x, there, *parts, "cosine", **options)
         return best[0, 0, 0]

@@ -1,1 +1,1 @@
-"""Which slots a query should see, and their rows."""
+"""Selection of the slots that a query should see, and fetching of their rows."""

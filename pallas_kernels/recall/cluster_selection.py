@@ -1,4 +1,4 @@
-"""Which clusters of slots a query selects, and the list of their slots."""
+"""Ranking of the clusters of slots for a query, and the list of their slots."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.base import route
 from pallas_kernels.base.dispatch import choose_implementation
-from pallas_kernels.base.kernel_parts import head_part, own_part, zero
+from pallas_kernels.base.kernel_parts import head_part, program_part, zero
 from pallas_kernels.base.rows import take_slots
 from pallas_kernels.base.tiles import power_of_two
 
 GroupReduce = Literal["mean", "max"]
 
-# Sizes of the kernels' tiles, all powers of two. 4 warps keep a few thousand numbers in registers.
-# Smaller tiles mean more programs, so that few clusters fill a device too.
+# Sizes of the kernels' tiles, all powers of two. 4 warps hold a few thousand numbers in registers.
+# Smaller tiles mean more programs, so that even few clusters fill a device.
 SCORED = 4096  # numbers of a tile of centroids: 32 centroids of 128 channels
 RANKED = 16  # clusters whose ranks a program counts; divides COUNTED
-COUNTED = 512  # clusters that it compares them with at a time
-PLACES = 128  # of a list, that a program fills
-LOOKED_AT = 64  # ranks that it looks through at a time: about a thousand slots of clusters of 16
+COUNTED = 512  # clusters that a program compares them with at a time
+PLACES = 128  # places of a list that a program fills
+LOOKED_AT = 64  # ranks that it looks through at a time: about 1,000 slots in clusters of 16
 
 NOTHING = np.float32(-np.inf)
 NONE = np.int32(0)
@@ -41,23 +41,23 @@ def rank_clusters(
     group_reduce: GroupReduce = "max",
     implementation: str | None = None,
 ) -> Int[Array, "B K M"]:
-    """The clusters by their score, the highest first; ties go to the lower, empty ones come last.
+    """Ranks clusters by score, highest first; ties go to the lower one, empty clusters come last.
 
     The score of a cluster is `q·μ` in float32: the largest of the G query heads, their mean, or
-    that of each of them.
+    a score for each query head.
 
     There are two kernels: one reads the centroids, once, and one finds the rank of a cluster by
-    counting those that come before it. The centroid of an empty cluster is ignored; a score that is
-    not a number counts as the highest.
+    counting the clusters that come before it. The centroid of an empty cluster is ignored. A score
+    that is not a number counts as the highest.
 
     Args:
       q: queries, grouped under their KV head.
-      centroids: of the clusters.
+      centroids: centroids of the clusters.
       sizes: members of each cluster.
-      most: M, how many of the ranking are wanted (static); None: all.
-      per_query_head: a ranking for each query head, K = H·G with that of head g of group h at
-        `h·G + g`, instead of one for each group, K = H.
-      group_reduce: how the scores of a group become one, `"max"` or `"mean"`; not looked at with
+      most: M, how many clusters of each ranking to return (static); None: all.
+      per_query_head: whether each query head has a ranking (K = H·G, head g of group h at
+        `h·G + g`) or each group (K = H).
+      group_reduce: how the scores of a group become one, `"max"` or `"mean"`; ignored with
         `per_query_head`.
       implementation: `"pallas"` (the kernels), `"interpret"` (the kernels, interpreted on any
         device), `"xla"`, or None: the kernels on a GPU that can run them, XLA elsewhere.
@@ -104,11 +104,11 @@ def rank_clusters(
     )
     if not per_query_head:
         score = score.max(2, keepdims=True)
-    # A NaN may have a sign, and would come behind -inf and the entry below.
+    # A NaN with a minus sign would come after -inf and the padding below.
     score = jnp.where(jnp.isnan(score), jnp.inf, score)
     score = jnp.where(sizes[:, :, None] > 0, score, -jnp.inf)
-    # One more entry, behind all others: XLA on CPU finds the top C of C entries by a sort, which is
-    # several times slower than its top k.
+    # Padding by one entry, which comes last, makes XLA on CPU use its top k. For the top C of C
+    # entries it would use a sort, which is several times slower.
     score = jnp.pad(score, ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=-jnp.inf)
     _, order = jax.lax.top_k(score, most)
     return order.reshape(q.shape[0], -1, most)
@@ -123,20 +123,20 @@ def build_indices(
     *,
     implementation: str | None = None,
 ) -> Int[Array, "B K N"]:
-    """The slots of the ranked clusters one after the other, `count` of them, padded with -1.
+    """Lists the first `count` slots of the ranked clusters, padded with -1.
 
-    A cluster is a range of slots. The last one listed is cut off at its end where it has too many.
+    A cluster is a range of slots. The last one listed is cut off where it has too many slots.
     Clusters without slots take no room.
 
-    In the kernel every program fills a part of the list. It looks through the clusters in the order
+    In the kernel, each program fills a part of the list. It looks through the clusters in the order
     of their rank until its part is full.
 
     Args:
       order: clusters as ranked, none of them twice; K = H or a multiple of it, see
         `rank_clusters`.
       sizes: slots of each cluster.
-      starts: its first slot.
-      count: how many slots to list; no more than there are, nor than `length`, are listed.
+      starts: first slot of each cluster.
+      count: how many slots to list, limited by the slots that there are and by `length`.
       length: N, static.
       implementation: as in `rank_clusters`.
 
@@ -176,8 +176,8 @@ def build_indices(
     size, start = (take_slots(x, order) for x in (sizes, starts))
     end = jnp.cumsum(size, axis=-1)
     # The difference between a slot and its place in the list is the same for a whole cluster. Its
-    # changes are written where clusters begin, and summed up. Where several begin at one place, all
-    # but the last are empty, and their changes add up.
+    # changes are written where clusters begin, and summed up. Where several clusters begin at one
+    # place, all but the last are empty, so their changes may be added.
     change = jnp.diff(start - (end - size), axis=-1, prepend=0)
 
     def spread(begin: Int[Array, " C"], change: Int[Array, " C"]) -> Int[Array, " N"]:
@@ -189,9 +189,9 @@ def build_indices(
 
 
 def _rank(q, centroids, sizes, reduce: GroupReduce | None, interpret: bool) -> Int[Array, "B K C"]:
-    """Scores by one kernel, ranks by another, which needs all scores of a ranking.
+    """Computes scores by one kernel and ranks by another, which needs all scores of a ranking.
 
-    Without a `reduce` every query head has a ranking.
+    Without `reduce`, each query head has a ranking.
     """
     batch, heads, group, channels = q.shape
     clusters, choices = sizes.shape[2], 1 if reduce else group
@@ -201,12 +201,12 @@ def _rank(q, centroids, sizes, reduce: GroupReduce | None, interpret: bool) -> I
     score = jax.ShapeDtypeStruct((batch, heads, choices, clusters), jnp.float32)
     tile = max(1, min(SCORED // power_of_two(channels), power_of_two(clusters)))
     sizes = sizes.astype(jnp.int32)
-    own = (0, 1)
+    axes = (0, 1)
     score = route.pallas_call(
         functools.partial(_score_kernel, tile=tile, reduce=reduce),
         grid=(batch, heads, pl.cdiv(clusters, tile)),
-        in_specs=[own_part(x, own) for x in (q, centroids, sizes)],
-        out_specs=own_part(score, own),
+        in_specs=[program_part(x, axes) for x in (q, centroids, sizes)],
+        out_specs=program_part(score, axes),
         out_shape=score,
         interpret=interpret,
         name="score_clusters",
@@ -214,8 +214,8 @@ def _rank(q, centroids, sizes, reduce: GroupReduce | None, interpret: bool) -> I
     return route.pallas_call(
         functools.partial(_rank_kernel, tile=RANKED, compared=COUNTED),
         grid=(*order.shape[:2], pl.cdiv(clusters, RANKED)),
-        in_specs=[own_part(score, own)],
-        out_specs=own_part(order, own),
+        in_specs=[program_part(score, axes)],
+        out_specs=program_part(order, axes),
         out_shape=order,
         interpret=interpret,
         name="rank_clusters",
@@ -223,7 +223,7 @@ def _rank(q, centroids, sizes, reduce: GroupReduce | None, interpret: bool) -> I
 
 
 def _score_kernel(q, centroids, sizes, score, *, tile: int, reduce: GroupReduce | None):
-    """The scores of a tile of clusters, for all query heads of a group."""
+    """Scores a tile of clusters for all query heads of a group."""
     (group, channels), clusters = q.shape, sizes.shape[0]
     cluster = pl.program_id(2) * tile + jnp.arange(tile, dtype=jnp.int32)
     channel = jnp.arange(power_of_two(channels), dtype=jnp.int32)
@@ -235,74 +235,74 @@ def _score_kernel(q, centroids, sizes, score, *, tile: int, reduce: GroupReduce 
         return rows.astype(jnp.float32)
 
     # Centroids of empty clusters are read too: waiting for the sizes first would take longer.
-    own = load(centroids, cluster, there)
+    centroid = load(centroids, cluster, there)
     size = route.load(sizes.at[cluster], mask=there, other=NONE)
     head = jnp.arange(power_of_two(group), dtype=jnp.int32)
 
     def scores(chosen):
-        """Of the sum of the chosen queries."""
+        """Returns scores for the sum of the chosen queries."""
         # A matrix unit would pad this one query to 16, which takes longer than adding up here.
-        product = (own * load(q, head, chosen).sum(0)[None, :]).sum(1)
+        product = (centroid * load(q, head, chosen).sum(0)[None, :]).sum(1)
         # Every cluster must have a rank of its own, or places of the order are never written.
         return jnp.where(product == product, product, jnp.inf)
 
     if reduce == "mean":
-        found = [scores(head < group) / group]
+        per_ranking = [scores(head < group) / group]
     else:
-        found = [scores(head == g) for g in range(group)]
+        per_ranking = [scores(head == g) for g in range(group)]
     if reduce == "max":
-        found = [functools.reduce(jnp.maximum, found)]
-    for g, product in enumerate(found):
+        per_ranking = [functools.reduce(jnp.maximum, per_ranking)]
+    for g, product in enumerate(per_ranking):
         route.store(score.at[g, cluster], jnp.where(size > 0, product, -jnp.inf), mask=there)
 
 
 def _rank_kernel(score, order, *, tile: int, compared: int):
-    """The ranks of a tile of clusters, which are how many clusters come before each."""
+    """Ranks a tile of clusters: a rank is the number of clusters that come before."""
     clusters, first = score.shape[0], pl.program_id(2) * tile
     cluster = first + jnp.arange(tile, dtype=jnp.int32)
     there = cluster < clusters
-    own = route.load(score.at[cluster], mask=there, other=NOTHING)[:, None]
+    tile_scores = route.load(score.at[cluster], mask=there, other=NOTHING)[:, None]
 
     def count(begin, end, before, rank):
-        """Adds those of `compared` clusters at a time that come before."""
+        """Counts the clusters that come before, `compared` clusters at a time."""
 
         def add(i, rank):
-            other = i * compared + jnp.arange(compared, dtype=jnp.int32)
-            scores = route.load(score.at[other], mask=other < clusters, other=NOTHING)
-            return rank + before(scores[None, :], other[None, :]).sum(1, dtype=jnp.int32)
+            number = i * compared + jnp.arange(compared, dtype=jnp.int32)
+            scores = route.load(score.at[number], mask=number < clusters, other=NOTHING)
+            return rank + before(scores[None, :], number[None, :]).sum(1, dtype=jnp.int32)
 
         return jax.lax.fori_loop(begin, end, add, rank)
 
-    def either(scores, other):
-        return (scores > own) | ((scores == own) & (other < cluster[:, None]))
+    def comes_before(scores, number):
+        return (scores > tile_scores) | ((scores == tile_scores) & (number < cluster[:, None]))
 
-    # Of clusters with equal scores, those in earlier blocks come before these and those in later
-    # blocks after them: numbers are compared in this tile's own block alone. What only fills a tile
-    # has a score of -inf and the highest numbers, so it comes before no cluster.
+    # Of clusters with equal scores, those in earlier blocks come before this tile and those in
+    # later blocks after it. So numbers are compared only in the tile's own block. Padding of a tile
+    # has the score -inf and the highest numbers, so it comes before no cluster.
     here, last = jax.lax.div(first, jnp.int32(compared)), jnp.int32(pl.cdiv(clusters, compared))
     rank = jnp.zeros((tile,), jnp.int32)
-    rank = count(jnp.int32(0), here, lambda scores, _: scores >= own, rank)
-    rank = count(here, here + 1, either, rank)
-    rank = count(here + 1, last, lambda scores, _: scores > own, rank)
+    rank = count(jnp.int32(0), here, lambda scores, _: scores >= tile_scores, rank)
+    rank = count(here, here + 1, comes_before, rank)
+    rank = count(here + 1, last, lambda scores, _: scores > tile_scores, rank)
     route.store(order.at[rank], cluster, mask=there)
 
 
 def _list(order, sizes, starts, count, length: int, interpret: bool) -> Int[Array, "B K N"]:
-    """The lists, a part of each by every program."""
+    """Makes the lists; each program fills a part of one."""
     lists = order.shape[1]
     index = jax.ShapeDtypeStruct((*order.shape[:2], length), jnp.int32)
     if not index.size or not order.size:
         return jnp.full(index.shape, -1, index.dtype)
     order, sizes, starts, count = (x.astype(jnp.int32) for x in (order, sizes, starts, count))
-    own = (0, 1)
+    axes = (0, 1)
     return route.pallas_call(
         functools.partial(_list_kernel, tile=PLACES, looked_at=LOOKED_AT),
         grid=(*index.shape[:2], pl.cdiv(length, PLACES)),
         in_specs=[
-            own_part(order, own), head_part(sizes, lists), head_part(starts, lists),
-            own_part(count, own),
+            program_part(order, axes), head_part(sizes, lists), head_part(starts, lists),
+            program_part(count, axes),
         ],
-        out_specs=own_part(index, own),
+        out_specs=program_part(index, axes),
         out_shape=index,
         interpret=interpret,
         name="build_indices",
@@ -310,7 +310,7 @@ def _list(order, sizes, starts, count, length: int, interpret: bool) -> Int[Arra
 
 
 def _list_kernel(order, sizes, starts, count, index, *, tile: int, looked_at: int):
-    """The slots of a tile of places."""
+    """Finds the slots of a tile of places."""
     clusters, length = order.shape[0], index.shape[0]
     first = pl.program_id(2) * tile
     place = first + jnp.arange(tile, dtype=jnp.int32)
@@ -318,23 +318,23 @@ def _list_kernel(order, sizes, starts, count, index, *, tile: int, looked_at: in
     stop = jnp.minimum(total, first + tile)
 
     def goes_on(carry):
-        seen, begin, _ = carry
-        return (seen < clusters) & (begin < stop)
+        passed, begin, _ = carry
+        return (passed < clusters) & (begin < stop)
 
     def look(carry):
-        seen, begin, slot = carry
-        rank = seen + jnp.arange(looked_at, dtype=jnp.int32)
+        passed, begin, slot = carry
+        rank = passed + jnp.arange(looked_at, dtype=jnp.int32)
         there = rank < clusters
         cluster = route.load(order.at[rank], mask=there, other=NONE)
         size = route.load(sizes.at[cluster], mask=there, other=NONE)
         start = route.load(starts.at[cluster], mask=there, other=NONE)
         end = begin + jnp.cumsum(size, dtype=jnp.int32)
         begins = end - size
-        # A place is in one cluster at most. Until that is found its slot is -1, hence the 1 more.
+        # A place is in one cluster at most. Its slot is -1 until then, so 1 is added to the slot.
         inside = (begins[None, :] <= place[:, None]) & (place[:, None] < end[None, :])
         slots = (start - begins + 1)[None, :] + place[:, None]
         slot = slot + jnp.where(inside, slots, 0).sum(1, dtype=jnp.int32)
-        return seen + looked_at, begin + size.sum(dtype=jnp.int32), slot
+        return passed + looked_at, begin + size.sum(dtype=jnp.int32), slot
 
     none = jnp.full((tile,), -1, jnp.int32)
     _, _, slot = jax.lax.while_loop(goes_on, look, (jnp.int32(0), jnp.int32(0), none))

@@ -1,4 +1,4 @@
-"""Rows of a store in host memory, brought to the device."""
+"""Fetches rows of a store in host memory to the device."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.base import route
 from pallas_kernels.base.dispatch import choose_implementation
-from pallas_kernels.base.kernel_parts import head_part, own_part, zero
+from pallas_kernels.base.kernel_parts import head_part, program_part, zero
 from pallas_kernels.base.tiles import power_of_two
 
 PIECE = 16  # slots of a long piece: a page of Quest, a fifth of an average cluster
-# Numbers that a program of the kernel fetches, 16 rows of 128 channels. A row takes long to cross,
-# so that tiles are small and many, and all rows of a step are on their way at once.
+# Numbers that a program of the kernel fetches: 16 rows of 128 channels. A row takes long to cross,
+# so tiles are small and many, and all rows of a step are on their way at once.
 TILE = 2048
 NOWHERE = np.int32(-1)
 
@@ -32,19 +32,19 @@ def host_rows(
 ) -> tuple[Float[Array, "B K N D"], ...]:
     """Fills the missing entries of `rows` with the stores' slots `index`; nothing else moves.
 
-    The kernel reads the missing rows straight from host memory. It fills `rows` in place, unless
-    something else needs them as they were. Entries that are not missing are neither fetched nor
+    The kernel reads the missing rows directly from host memory. It fills `rows` in place, unless
+    their former contents are still needed. Entries that are not missing are neither fetched nor
     written.
 
-    The reference cuts entries whose slots follow each other into pieces of 16 and of 1, each a
-    dynamic slice of the host array that is then put on the device: a gather or a copy of the whole
-    store never happens, and as many rows cross as are missing.
+    The reference cuts entries whose slots follow each other into pieces of 16 and of 1. Each piece
+    is a dynamic slice of the host array that is then put on the device. The store is never gathered
+    from or copied as a whole, and only the missing rows cross.
 
     Args:
-      stores: in host memory (keys and values, say), read at the same slots.
-      rows: in device memory, what is there already. K = H, or a multiple of it: entry k reads head
+      stores: arrays in host memory (such as keys and values), read at the same slots.
+      rows: rows that are already in device memory. K = H, or a multiple of it: entry k reads head
         `k // (K / H)`.
-      index: slot of each entry, of those that are missing one that the stores have.
+      index: slot of each entry; the stores must have the slots of missing entries.
       missing: which entries to fetch.
       implementation: `"pallas"` (the kernel), `"interpret"` (the kernel, interpreted on any device;
         it copies the stores to the device first, since not every version of JAX can interpret a
@@ -76,10 +76,10 @@ def host_rows(
     place = jnp.arange(index.shape[2], dtype=jnp.int32)[None, None]
     offset = place - jax.lax.cummax(jnp.where(first, place, 0), axis=2)
     piece = min(PIECE, index.shape[2], stores[0].shape[2])
-    whole = (offset + length) // piece * piece  # slots of the run that long pieces cover
-    long = missing & (offset < whole) & (offset % piece == 0)
+    covered = (offset + length) // piece * piece  # slots of the run that long pieces cover
+    long = missing & (offset < covered) & (offset % piece == 0)
     rows = _fetch(stores, rows, index, long, piece)
-    return _fetch(stores, rows, index, missing & (offset >= whole), 1)
+    return _fetch(stores, rows, index, missing & (offset >= covered), 1)
 
 
 def _check(stores, rows, index, missing) -> None:
@@ -106,7 +106,7 @@ def _check(stores, rows, index, missing) -> None:
 
 
 def _read(stores, rows, index, missing, interpret: bool) -> tuple[Float[Array, "B K N D"], ...]:
-    """One launch that fetches all missing rows."""
+    """Fetches all missing rows by one launch."""
     if not rows[0].size:
         return tuple(rows)
     if interpret:
@@ -115,45 +115,48 @@ def _read(stores, rows, index, missing, interpret: bool) -> tuple[Float[Array, "
     slot = jnp.where(missing, index.astype(jnp.int32), NOWHERE)
     lists, entries, channels = index.shape[1], index.shape[2], rows[0].shape[3]
     tile = max(1, min(TILE // power_of_two(channels), power_of_two(entries)))
-    filled = [own_part(x, (0, 1)) for x in rows]
-    found = route.pallas_call(
+    filled = [program_part(x, (0, 1)) for x in rows]
+    filled_rows = route.pallas_call(
         functools.partial(_kernel, tile=tile, stores=len(stores)),
         grid=(*index.shape[:2], pl.cdiv(entries, tile)),
-        in_specs=[own_part(slot, (0, 1)), *(head_part(x, lists) for x in stores), *filled],
+        in_specs=[program_part(slot, (0, 1)), *(head_part(x, lists) for x in stores), *filled],
         out_specs=filled,
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in rows],
         input_output_aliases={1 + len(stores) + i: i for i in range(len(rows))},
         interpret=interpret,
         name="host_rows",
     )(slot, *stores, *rows)
-    return tuple(found)
+    return tuple(filled_rows)
 
 
 def _kernel(slot, *refs, tile: int, stores: int):
-    """A tile of entries, of all stores: refs are the stores, the rows, and the rows again."""
+    """Fetches a tile of entries of all stores.
+
+    `refs` are the stores, the rows, and the rows once more as outputs.
+    """
     sources, filled = refs[:stores], refs[2 * stores :]
     (slots, channels), entries = sources[0].shape, slot.shape[0]
     entry = pl.program_id(2) * tile + jnp.arange(tile, dtype=jnp.int32)
     channel = jnp.arange(power_of_two(channels), dtype=jnp.int32)
-    own = route.load(slot.at[entry], mask=entry < entries, other=NOWHERE)
-    wanted = ((own >= 0) & (own < slots))[:, None] & (channel < channels)[None, :]
+    wanted_slot = route.load(slot.at[entry], mask=entry < entries, other=NOWHERE)
+    wanted = ((wanted_slot >= 0) & (wanted_slot < slots))[:, None] & (channel < channels)[None, :]
     # All loads are issued before the first is waited for.
-    found = [
-        route.load(x.at[own[:, None], channel[None, :]], mask=wanted, other=zero(x.dtype))
+    fetched = [
+        route.load(x.at[wanted_slot[:, None], channel[None, :]], mask=wanted, other=zero(x.dtype))
         for x in sources
     ]
-    for x, into in zip(found, filled, strict=True):
+    for x, into in zip(fetched, filled, strict=True):
         route.store(into.at[entry[:, None], channel[None, :]], x.astype(into.dtype), mask=wanted)
 
 
 def _run_start(index: Int[Array, "B K N"], missing: Bool[Array, "B K N"]) -> Bool[Array, "B K N"]:
-    """First entries of runs: missing ones whose slot does not follow that of the entry before."""
+    """Returns first entries of runs: missing, with a slot that does not follow the slot before."""
     goes_on = missing[..., 1:] & missing[..., :-1] & (index[..., 1:] == index[..., :-1] + 1)
     return missing & ~jnp.pad(goes_on, ((0, 0), (0, 0), (1, 0)))
 
 
 def _run_left(index: Int[Array, "B K N"], missing: Bool[Array, "B K N"]) -> Int[Array, "B K N"]:
-    """How many entries the run has from each one on, itself included."""
+    """Returns how many entries of its run are left at each entry, itself included."""
     size = index.shape[2]
     place = jnp.arange(size, dtype=jnp.int32)[None, None]
     stop = _run_start(index, missing) | ~missing
@@ -164,11 +167,11 @@ def _run_left(index: Int[Array, "B K N"], missing: Bool[Array, "B K N"]) -> Int[
 
 @functools.partial(jax.jit, static_argnames="size")
 def _fetch(stores, rows, index, jobs: Bool[Array, "B K N"], size: int):
-    """One piece of `size` slots after the other, from every entry that is a job."""
+    """Fetches pieces of `size` slots one by one, each beginning at an entry that is a job."""
     _, entries, places = index.shape
     group = entries // stores[0].shape[1]
     flat, slot = jobs.reshape(-1), index.reshape(-1)
-    # The j-th job comes to place j of a list: cheaper than a sort or jnp.nonzero.
+    # Writes the j-th job to place j of a list, which is cheaper than a sort or jnp.nonzero.
     number = jnp.where(flat, jnp.cumsum(flat, dtype=jnp.int32) - 1, flat.size)
     listed = jnp.zeros(flat.size, jnp.int32)
     listed = listed.at[number].set(jnp.arange(flat.size, dtype=jnp.int32), mode="drop")
@@ -182,10 +185,10 @@ def _fetch(stores, rows, index, jobs: Bool[Array, "B K N"], size: int):
 
         def move(store: Array, into: Array) -> Array:
             shape = (1, 1, size, store.shape[3])
-            found = jax.lax.dynamic_slice(store, (row, entry // group, start, zero), shape)
-            found = jax.device_put(found, jax.memory.Space.Device)
+            slots = jax.lax.dynamic_slice(store, (row, entry // group, start, zero), shape)
+            slots = jax.device_put(slots, jax.memory.Space.Device)
             return jax.lax.dynamic_update_slice(
-                into, found.astype(into.dtype), (row, entry, place, zero)
+                into, slots.astype(into.dtype), (row, entry, place, zero)
             )
 
         return done + 1, tuple(map(move, stores, rows))

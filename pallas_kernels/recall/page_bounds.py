@@ -1,4 +1,4 @@
-"""The least and the greatest value of each channel among the keys of a page."""
+"""Least and greatest value of each channel among the keys of a page."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def page_bounds(
     page: int,
     pages: int,
 ) -> tuple[Float[Array, "B H P D"], Float[Array, "B H P D"]]:
-    """Minimum and maximum, channel by channel, over the keys of each page; 0 where there is none.
+    """Returns minimum and maximum per channel over the keys of each page; 0 for an empty page.
 
     Each key is read once, in blocks of pages.
 
     Args:
-      keys: of all slots.
-      order: slot numbers, those of the tokens first, in the order in which they fill the pages.
-      count: tokens.
-      page: tokens of a page; the last one of a head may have fewer.
-      pages: P.
+      keys: keys of all slots.
+      order: slot numbers; first those of tokens, in the order in which they fill the pages.
+      count: number of tokens.
+      page: tokens of a page; the last page of a head may have fewer.
+      pages: P, number of pages.
 
     Example:
       >>> import jax.numpy as jnp
@@ -39,23 +39,23 @@ def page_bounds(
     """
     batch, kv_heads, size, _ = keys.shape
     blocks = -(-pages // max(AT_ONCE // page, 1))
-    each = -(-pages // blocks)  # pages of a block
-    slots = blocks * each * page
+    per_block = -(-pages // blocks)  # pages of a block
+    slots = blocks * per_block * page
     order = jnp.pad(order[..., :slots], ((0, 0), (0, 0), (0, max(slots - size, 0))))
 
     def block(start: Int[Array, ""]) -> tuple[Array, Array]:
-        index = block_of(order, start, each * page, 2)
-        rows = take_slots(keys, index).reshape(batch, kv_heads, each, page, -1)
-        token = start + jnp.arange(each * page, dtype=jnp.int32)[None, None]
-        there = (token < count[..., None]).reshape(batch, kv_heads, each, page, 1)
+        index = block_of(order, start, per_block * page, 2)
+        rows = take_slots(keys, index).reshape(batch, kv_heads, per_block, page, -1)
+        token = start + jnp.arange(per_block * page, dtype=jnp.int32)[None, None]
+        there = (token < count[..., None]).reshape(batch, kv_heads, per_block, page, 1)
         low = jnp.where(there, rows, jnp.inf).min(3)
         high = jnp.where(there, rows, -jnp.inf).max(3)
         filled = there.any(3)
         return jnp.where(filled, low, 0), jnp.where(filled, high, 0)
 
-    starts = jnp.arange(blocks, dtype=jnp.int32) * (each * page)
+    starts = jnp.arange(blocks, dtype=jnp.int32) * (per_block * page)
     low, high = (
-        jnp.moveaxis(x, 0, 2).reshape(batch, kv_heads, blocks * each, -1)[:, :, :pages]
+        jnp.moveaxis(x, 0, 2).reshape(batch, kv_heads, blocks * per_block, -1)[:, :, :pages]
         for x in jax.lax.map(block, starts)
     )
     return low, high

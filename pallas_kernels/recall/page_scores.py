@@ -11,10 +11,10 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.base import route
 from pallas_kernels.base.dispatch import choose_implementation
-from pallas_kernels.base.kernel_parts import dot, own_part, zero
+from pallas_kernels.base.kernel_parts import dot, program_part, zero
 from pallas_kernels.base.tiles import SMALLEST, power_of_two
 
-# Bytes of a tile of one bound, 64 pages of 128 channels in 16 bits. 4 warps hold such a tile of
+# Bytes of a tile of one bound: 64 pages of 128 channels in 16 bits. 4 warps hold such a tile of
 # each bound without spilling registers, and a few thousand pages make enough tiles for a device.
 TILE_BYTES = 16384
 
@@ -26,9 +26,9 @@ def page_scores(
     *,
     implementation: str | None = None,
 ) -> Float[Array, "B H G P"]:
-    """`Σ_c max(q_c low_c, q_c high_c)` in float32: what no `q·k` of the page exceeds.
+    """Returns `Σ_c max(q_c low_c, q_c high_c)` in float32: an upper bound of each page's `q·k`.
 
-    The products are those of the dtype of `low`. The kernel reads the bounds once, as they are.
+    Products are computed in the dtype of `low`. The kernel reads the stored bounds once.
 
     Args:
       q: queries, grouped under their KV head.
@@ -60,7 +60,7 @@ def page_scores(
             raise ValueError(f"{name} must have shape {expected}, got {x.shape}")
     if chosen != "xla":
         return _score(q, low, high, chosen == "interpret")
-    # In the dtype of the bounds, which would otherwise be widened in every step.
+    # q is cast to the dtype of the bounds, which would otherwise be widened in every step.
     q = q.astype(low.dtype)
 
     def products(
@@ -71,12 +71,12 @@ def page_scores(
             precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32,
         )  # fmt: skip
 
-    # The greater product is that with `high` where q is positive, and that with `low` elsewhere.
+    # The greater product is the one with `high` where q is positive, and with `low` elsewhere.
     return products(jnp.maximum(q, 0), high) + products(jnp.minimum(q, 0), low)
 
 
 def _score(q, low, high, interpret: bool) -> Float[Array, "B H G P"]:
-    """One launch; a program takes all query heads of a group and a tile of pages."""
+    """Scores pages by one launch; a program takes a group's query heads and a tile of pages."""
     batch, heads, group, channels = q.shape
     pages = low.shape[2]
     score = jax.ShapeDtypeStruct((batch, heads, group, pages), jnp.float32)
@@ -87,8 +87,8 @@ def _score(q, low, high, interpret: bool) -> Float[Array, "B H G P"]:
     return route.pallas_call(
         functools.partial(_kernel, tile=tile, padded=padded),
         grid=(batch, heads, pl.cdiv(pages, tile)),
-        in_specs=[own_part(x, (0, 1)) for x in (q, low, high)],
-        out_specs=own_part(score, (0, 1)),
+        in_specs=[program_part(x, (0, 1)) for x in (q, low, high)],
+        out_specs=program_part(score, (0, 1)),
         out_shape=score,
         interpret=interpret,
         name="page_scores",
@@ -96,7 +96,7 @@ def _score(q, low, high, interpret: bool) -> Float[Array, "B H G P"]:
 
 
 def _kernel(q, low, high, score, *, tile: int, padded: int):
-    """The scores of a tile of pages."""
+    """Scores a tile of pages."""
     (group, channels), pages = q.shape, low.shape[0]
     head = jnp.arange(max(SMALLEST, power_of_two(group)), dtype=jnp.int32)
     page = pl.program_id(2) * tile + jnp.arange(tile, dtype=jnp.int32)

@@ -46,17 +46,23 @@ def read_in_pieces(functional, tokens: list[int], max_prompt: int, pieces) -> np
     """Logits of all tokens, by a user's own loop: `pieces` are a length, phase and last each."""
     layers = kvjax.bind(kvjax.Full(), functional.num_layers, functional.windows, len(tokens))
     sizes = {name: getattr(functional, name) for name in ("kv_heads", "query_heads", "head_dim")}
+    options = [functional.attention(number) for number in range(functional.num_layers)]
     caches = tuple(
         kvjax.init_cache(
+<<<<<<< HEAD
             layer,
             batch=1,
             max_prompt=max_prompt,
             max_new=len(tokens) - max_prompt,
             **sizes,
             **functional.attention(number).static,
+=======
+            layer, batch=1, max_prompt=max_prompt, max_new=len(tokens) - max_prompt, **sizes,
+            scale=attention.scale, window=attention.window, soft_cap=attention.soft_cap,
+>>>>>>> n-p4
         )
-        for number, layer in enumerate(layers)
-    )
+        for layer, attention in zip(layers, options, strict=True)
+    )  # fmt: skip
     call = jax.jit(functional.apply, static_argnames=("layers", "phase", "last"))
     logits, start = [], 0
     for length, phase, last in pieces:

@@ -1,4 +1,4 @@
-"""How the bundled model was made; in the repository, and not in the wheel.
+"""Training of the bundled model; in the repository only, not in the wheel.
 
 `train.py` makes the model and the held-out text beside it.
 """

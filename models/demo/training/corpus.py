@@ -1,6 +1,6 @@
 """The text that the bundled model is trained on, and the tokenizer made from it.
 
-It is text that everybody who runs Python has: the language reference as `help()` shows it
+The text comes with Python itself: the language reference as `help()` shows it
 (`pydoc_data.topics`) and the docstrings of the standard library (PSF licence). Every tenth topic
 and module, chosen by a checksum of its name, is held out: training never sees it.
 """
@@ -16,13 +16,13 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 BOS, EOS = "<s>", "</s>"
-_HELD_OUT = 10  # one in so many
+_HELD_OUT = 10  # one of this many documents is held out
 # Words with the space before them, digits in pairs from the left, runs of signs, white space.
 _PIECES = r" ?\p{L}+| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def python_documents() -> Iterator[tuple[str, str]]:
-    """Name and text of every help topic and every documented module of this Python."""
+    """Yields name and text of each help topic and each documented module of this Python."""
     from pydoc_data.topics import topics
 
     for name in sorted(topics):
@@ -38,18 +38,18 @@ def python_documents() -> Iterator[tuple[str, str]]:
 
 
 def _docstrings(path: Path) -> str:
-    """All docstrings of one file, in their order."""
+    """Returns all docstrings of a file, in their order."""
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):  # templates and deliberately broken files
         return ""
-    found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented))
-    return "\n\n".join(text for text in found if text)
+    texts = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented))
+    return "\n\n".join(text for text in texts if text)
 
 
 def split_documents(documents: Iterable[tuple[str, str]]) -> tuple[list[str], list[str]]:
-    """Texts to train on and texts held out, by a checksum of their names."""
+    """Returns texts to train on and texts held out, by a checksum of their names."""
     training: list[str] = []
     held_out: list[str] = []
     for name, text in documents:
@@ -59,7 +59,7 @@ def split_documents(documents: Iterable[tuple[str, str]]) -> tuple[list[str], li
 
 
 def without_known_paragraphs(held_out: Iterable[str], training: Iterable[str]) -> str:
-    """The held-out texts without the paragraphs that stand in a training text too.
+    """Returns the held-out texts without paragraphs that are also in a training text.
 
     The bundled `held_out.txt` comes from Python 3.11.7.
     """
@@ -69,7 +69,7 @@ def without_known_paragraphs(held_out: Iterable[str], training: Iterable[str]) -
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer that starts every text with `BOS` and reads digits in pairs."""
+    """Trains a byte-level BPE tokenizer; texts start with `BOS`, digits are read in pairs."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -18,7 +18,7 @@ from .corpus import BOS, EOS
 
 
 def save_pretrained(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
-    """Configuration, bfloat16 weights and tokenizer of a Llama decoder with tied embeddings."""
+    """Saves configuration, bfloat16 weights and tokenizer of a Llama with tied embeddings."""
     folder.mkdir(parents=True, exist_ok=True)
     config = model.config
     _write_json(folder / "config.json", {
@@ -62,7 +62,7 @@ def save_pretrained(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
         value = np.asarray(parameters[weight.parts[0]].get_value())
         value = value.T if weight.transpose else value
         tensors[name] = np.ascontiguousarray(value.astype(jnp.bfloat16))
-    # `save_file` would write a file that only its owner can read.
+    # `save_file` would make a file that only its owner can read.
     content = save(tensors, metadata={"format": "pt"})
     (folder / "model.safetensors").write_bytes(content)
 

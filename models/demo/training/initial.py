@@ -1,13 +1,13 @@
 """Initial weights near an induction head, so that a small model on two cores finds one at once.
 
-From the usual random weights the heads that retrieval needs form late: with a vocabulary of 2,048
+From the usual random weights, the heads that retrieval needs form late: with a vocabulary of 2,048
 none had formed after 1,000 steps. A start that resembles the trained weights (mimetic
-initialisation, arXiv 2305.09828) takes that wait away. What it resembles here is the two-layer
-circuit of arXiv 2209.11895: heads of the first layer look one and two tokens back, and write what
+initialisation, arXiv 2305.09828) avoids that wait. Here it resembles the two-layer circuit of
+arXiv 2209.11895. Heads of the first layer look one and two tokens back, and write the token that
 they find through two rotations of the residual stream. Half of the heads of later layers compare
-the current token with the one before another token, half compare the token before with the one two
-before; both copy the token that they find. Everything else starts random and small, and training is
-free to change it all.
+the current token with the one before another token; half compare the token before with the one two
+before. Both copy the token that they find. All other weights start random and small, and training
+may change all weights.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from kvjax.models import Decoder
 from kvjax.models.rope_scaling import make_rope
 
 _QUIET = 0.05  # factor of output projections, so that the embeddings prevail
-_MATCH = 1.4  # of queries and keys that compare tokens
-_COPY = 0.12  # of what is written, about the size of an embedding's channel
-_NEAR, _PAIRS = 2.0, 4  # queries that look one token back: size, and number of fast channel pairs
+_MATCH = 1.4  # factor of queries and keys that compare tokens
+_COPY = 0.12  # factor of what heads write, about the size of an embedding's channel
+_NEAR, _PAIRS = 2.0, 4  # size of queries that look back, and their number of fast channel pairs
 
 
 def start_near_induction(model: Decoder, seed: int) -> None:
-    """Changes a decoder's random weights in place, as the module says.
+    """Changes a decoder's random weights in place, as described above.
 
-    In the first layer every KV head's first query head looks one token back, its second two; in
-    later layers the first compares tokens. The embeddings get a common mean, which gives the first
-    layer something that is the same at every token.
+    In the first layer, each KV head's first query head looks one token back, and its second looks
+    two back. In later layers the first compares tokens. The embeddings get a common mean, so that
+    the first layer has a component that is the same at every token.
     """
     config = model.config
     rng = np.random.default_rng((seed, 1))
@@ -70,10 +70,10 @@ def start_near_induction(model: Decoder, seed: int) -> None:
 
 
 def _nearby(model: Decoder, back: int) -> np.ndarray:
-    """A query that agrees best with the key `back` positions before it; the key itself for 0.
+    """Returns a query that agrees best with the key `back` positions before; for 0 the key.
 
-    Both are the same for all tokens. The fast channel pairs tell neighbours apart; the query is
-    turned back by as many positions.
+    Both are the same for all tokens. The fast channel pairs tell neighbours apart. The query is
+    the key rotated back by `back` positions.
     """
     key = np.zeros(model.config.head_dim, np.float32)
     key[:_PAIRS] = _NEAR

@@ -1,7 +1,7 @@
 """Trains the bundled model: `python -m kvjax.models.demo.training.train --out DIR`.
 
-Stages of growing length, each with its mix of tasks. The same seed, Python and versions give the
-same weights.
+There are stages of growing length, each with its mix of tasks. Equal seeds, Python and package
+versions give equal weights.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CONFIG = DecoderConfig(
     kv_heads=4, head_dim=32, rope=RopeConfig(rotary_dim=32, theta=500_000.0), max_positions=8448,
     tie_embeddings=True, bos_token_id=0, eos_token_ids=(1,),
 )  # fmt: skip
-"""The bundled model: prompts of 8,192 tokens, and room for answers."""
+"""Configuration of the bundled model: prompts of 8,192 tokens, and room for answers."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class Stage:
     """A part of the training.
 
     Args:
-      name: of its folder.
+      name: name in reports of progress.
       length: tokens of a sequence.
       rows: sequences of a batch.
-      steps: how many batches.
-      rate, last_rate: learning rate at its start and its end, linear between.
-      mix: what the sequences are.
+      steps: number of batches.
+      rate, last_rate: learning rate at the stage's start and end, linear between.
+      mix: mix of the sequences.
     """
 
     name: str
@@ -80,15 +80,15 @@ STAGES = (
     Stage("4-2048", 2048, 2, 900, 8e-4, 2e-4, replace(_MIX, questions=16, positions=8192)),
     Stage("5-4096", 4096, 1, 150, 2e-4, 1e-5, replace(_MIX, questions=24, positions=8192)),
 )
-"""The bundled model's training."""
+"""Training of the bundled model."""
 
 _WARM_UP = 200
 
 
 def make_optimizer(stages: Sequence[Stage]) -> optax.GradientTransformation:
-    """AdamW with clipped gradients, and a learning rate that is linear within each stage.
+    """Makes AdamW with clipped gradients, and a learning rate that is linear within each stage.
 
-    The first stage comes to its last rate within `_WARM_UP` steps.
+    The first stage reaches its last rate within `_WARM_UP` steps.
     """
     lengths = [_WARM_UP, *(stage.steps for stage in stages[1:])]
     parts = [
@@ -103,12 +103,12 @@ def make_optimizer(stages: Sequence[Stage]) -> optax.GradientTransformation:
 
 
 _TEXT_WEIGHT = 0.5
-# Probabilities are computed again for the gradient instead of being kept.
+# The gradient recomputes probabilities, so that they need not be kept.
 _attend = jax.checkpoint(partial(jax.nn.dot_product_attention, is_causal=True))
 
 
 class Metrics(NamedTuple):
-    """Of one step: losses in nats per token, share of answer tokens that were the likeliest."""
+    """Losses of a step in nats per token, and share of answer tokens that were the likeliest."""
 
     answers: Float[Array, ""]
     text: Float[Array, ""]
@@ -125,7 +125,7 @@ class TrainState(NamedTuple):
 def forward(
     decoder: Decoder, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
 ) -> Float[Array, "B T V"]:
-    """The decoder's logits without a cache, differentiable.
+    """Computes the decoder's logits without a cache, differentiably.
 
     `prompt_attention` skips blocks in a loop of dynamic length, which has no gradient.
     """
@@ -143,7 +143,7 @@ def forward(
 def loss(
     params: nnx.State, graphdef: nnx.GraphDef, batch: dict[str, Array]
 ) -> tuple[Float[Array, ""], Metrics]:
-    """Cross-entropy of answers plus half that of text, each a mean over its own tokens."""
+    """Returns cross-entropy of answers plus half that of text, each a mean over its tokens."""
     decoder = nnx.merge(graphdef, params)
     logits = forward(decoder, batch["tokens"][:, :-1], batch["positions"])
     targets, marks = batch["tokens"][:, 1:], batch["marks"][:, 1:]
@@ -168,14 +168,14 @@ def train_step(
     graphdef: nnx.GraphDef,
     optimizer: optax.GradientTransformation,
 ) -> tuple[TrainState, Metrics]:
-    """One step of the optimizer on one batch (see `Tasks.batch`)."""
+    """Takes one step of the optimizer on a batch (see `Tasks.batch`)."""
     gradient, metrics = jax.grad(loss, has_aux=True)(state.params, graphdef, batch)
     updates, inner = optimizer.update(gradient, state.optimizer, state.params)
     return TrainState(optax.apply_updates(state.params, updates), inner), metrics
 
 
 def make_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
-    """A tokenizer for the texts and for what questions are made of."""
+    """Makes a tokenizer for the texts and for the words of questions."""
     rng = np.random.default_rng(0)
     names = (
         wording.TRAINING_ADJECTIVES + wording.HELD_OUT_ADJECTIVES
@@ -183,8 +183,8 @@ def make_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
     )  # fmt: skip
     values = rng.integers(10**5, 10**6, (len(names), 20))
     keyed = [
-        asked.needle(name, str(value))
-        for asked in wording.WORDINGS
+        sentences.needle(name, str(value))
+        for sentences in wording.WORDINGS
         for name, row in zip(names, values, strict=True)
         for value in row
     ]
@@ -192,7 +192,7 @@ def make_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
 
 
 def make_tasks(tokenizer: Tokenizer, texts: Sequence[str]) -> Tasks:
-    """Sequences from these texts."""
+    """Makes tasks from these texts."""
     held_out = {*wording.HELD_OUT_ADJECTIVES, *wording.HELD_OUT_NOUNS}
     encoded = tokenizer.encode_batch(list(texts), add_special_tokens=False)
     stream = np.concatenate([np.array(text.ids, np.int32) for text in encoded])
@@ -215,11 +215,11 @@ def train(
     """Trains a model and its tokenizer.
 
     Args:
-      texts: what to train on.
-      config: of the model; its embeddings are tied.
-      stages: of the training.
-      seed: of the weights and the sequences.
-      report: gets one line of progress at a time.
+      texts: texts to train on.
+      config: configuration of the model; its embeddings are tied.
+      stages: stages of the training.
+      seed: seed of the weights and the sequences.
+      report: called with one line of progress at a time.
     """
     tokenizer = Tokenizer.from_str(make_tokenizer(texts, config.vocab_size).to_str())
     tasks, optimizer = make_tasks(tokenizer, texts), make_optimizer(stages)
@@ -228,11 +228,11 @@ def train(
     graphdef, params = nnx.split(model)
     state, step = TrainState(params, optimizer.init(params)), 0
     for stage in stages:
-        for left in reversed(range(stage.steps)):
+        for steps_left in reversed(range(stage.steps)):
             rng = np.random.default_rng((seed, step))
             batch = tasks.batch(rng, stage.rows, stage.length, stage.mix)
             state, metrics = train_step(state, batch, graphdef=graphdef, optimizer=optimizer)
-            if step % _REPORT_EVERY == 0 or not left:
+            if step % _REPORT_EVERY == 0 or not steps_left:
                 answers, text, accuracy = map(float, metrics)
                 report(
                     f"{stage.name} step {step:,}: answers {answers:.3f} nats, {accuracy:.1%} "
@@ -243,7 +243,7 @@ def train(
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m kvjax.models.demo.training.train",
         description="Trains kvjax's bundled model on Python's documentation.",

@@ -1,7 +1,7 @@
-"""Keys that the model is trained with: pairs of given words, or of words made up for the occasion.
+"""Keys for training: pairs of words from a list, or of made-up words.
 
-A model that is trained with a few hundred words learns to retrieve by those words. Made-up words of
-one to three tokens teach it to compare tokens that it has not met in a key before.
+A model that is trained with a few hundred words learns to retrieve by those words only. Made-up
+words of one to three tokens teach it to compare tokens that are new to it in a key.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class FreeWords:
     """Made-up words.
 
     Args:
-      whole: words that are one token each.
-      starts: pieces that words of several tokens start with.
-      rests: pieces that they go on with.
+      whole: words of one token each.
+      starts: first pieces of words of several tokens.
+      rests: further pieces of such words.
       held_out: words that are never made.
     """
 
@@ -36,28 +36,28 @@ class FreeWords:
 
     @staticmethod
     def of(vocabulary: Iterable[str], held_out: Iterable[str]) -> FreeWords:
-        """Of a byte-level tokenizer's vocabulary, in which `Ġ` stands for a space."""
+        """Makes words of a byte-level tokenizer's vocabulary, in which `Ġ` means a space."""
         vocabulary, held_out = sorted(vocabulary), frozenset(held_out)
 
         def matching(pattern: str) -> list[str]:
-            found = (re.fullmatch(pattern, token) for token in vocabulary)
-            return [match[1] for match in found if match and match[1] not in held_out]
+            matches = (re.fullmatch(pattern, token) for token in vocabulary)
+            return [match[1] for match in matches if match and match[1] not in held_out]
 
         return FreeWords(
             matching("Ġ([a-z]{3,})"), matching("Ġ([a-z]{1,5})"), matching("([a-z]{1,4})"), held_out
         )
 
     def word(self, rng: np.random.Generator) -> str:
-        """One word, not a held-out one."""
+        """Makes a word that is not held out."""
         if rng.random() < _WHOLE:
             return self.whole[int(rng.integers(len(self.whole)))]
         rests = rng.integers(len(self.rests), size=int(rng.integers(1, 3)))
         start = self.starts[int(rng.integers(len(self.starts)))]
-        made = start + "".join(self.rests[int(index)] for index in rests)
-        return self.word(rng) if made in self.held_out else made
+        word = start + "".join(self.rests[int(index)] for index in rests)
+        return self.word(rng) if word in self.held_out else word
 
     def keys(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Different pairs of words, some of which share a word."""
+        """Makes different pairs of words, some of which share a word."""
         first, second = (
             list(dict.fromkeys(self.word(rng) for _ in range(size)))
             for size in _pool_sizes(rng, count)
@@ -67,7 +67,7 @@ class FreeWords:
         return _pairs(rng, first, second, count)
 
     def wording(self, rng: np.random.Generator) -> Wording:
-        """A sentence and a question of words that have nothing to do with each other."""
+        """Makes a sentence and a question of unrelated words."""
 
         def words(least: int, most: int) -> str:
             return "".join(f" {self.word(rng)}" for _ in range(int(rng.integers(least, most + 1))))
@@ -80,7 +80,7 @@ class FreeWords:
 def given_keys(
     rng: np.random.Generator, first: Sequence[str], second: Sequence[str], count: int
 ) -> list[str]:
-    """Different pairs of the given words, some of which share a word."""
+    """Makes different pairs of the given words, some of which share a word."""
     sizes = _pool_sizes(rng, count)
     first, second = (
         [words[index] for index in rng.permutation(len(words))[:size]]
@@ -90,9 +90,9 @@ def given_keys(
 
 
 def _pool_sizes(rng: np.random.Generator, count: int) -> tuple[int, int]:
-    """How many first and second words make `count` keys.
+    """Draws how many first and second words make `count` keys.
 
-    Where there are few, keys share words, and only both words together tell which key is meant.
+    If there are few, keys share words, and only both words together identify a key.
     """
     least, most = math.isqrt(count - 1) + 1, 2 * count
     first, second = rng.integers(least, most + 1, size=2)

@@ -1,7 +1,7 @@
-"""Reading the values of a Hugging Face `config.json` that families have in common.
+"""Reads the values of a Hugging Face `config.json` that model families have in common.
 
-`raw` is the content of the file. What is missing, of the wrong type or out of range raises a
-ValueError that names the option.
+`raw` is the content of the file. A value that is missing, of the wrong type or out of range raises
+a ValueError that names the option.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from .config import (
 from .rope_scaling import yarn_magnitude
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-"""The layer types that are read, by their Hugging Face names."""
+"""Supported layer types, by their Hugging Face names."""
 
-_FULL_BEFORE = "attention"  # what files from before the other two had a name said of such a layer
+_FULL_BEFORE = "attention"  # name of full attention in files that are older than these two names
 
 
 def read_size(
     raw: Mapping[str, Any], name: str, default: int | None = None, most: int = MOST_SIZE
 ) -> int:
-    """The integer `raw[name]` from 1 to `most`; `default` where it is missing or null."""
+    """Reads the integer `raw[name]` from 1 to `most`; `default` if it is missing or null."""
     value = raw.get(name)
     if value is None:
         value = default
@@ -47,19 +47,19 @@ def read_size(
 
 
 def read_number(raw: Mapping[str, Any], name: str, default: float) -> float:
-    """The number `raw[name]` above 0, finite in float32; `default` where it is missing."""
+    """Reads the number `raw[name]` above 0, finite in float32; `default` if it is missing."""
     return check_positive(name, raw.get(name, default))
 
 
 def read_optional_number(
     raw: Mapping[str, Any], name: str, default: float | None = None
 ) -> float | None:
-    """A number as `read_number` reads it; null is None."""
+    """Reads a number as `read_number` does; null gives None."""
     return None if raw.get(name, default) is None else read_number(raw, name, default)
 
 
 def read_flag(raw: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    """The truth value `raw[name]`; `default` where it is missing or null."""
+    """Reads the truth value `raw[name]`; `default` if it is missing or null."""
     value = raw.get(name)
     if not isinstance(value, bool | None):
         raise ValueError(f"{name} must be true or false, got {brief(value)}")
@@ -67,7 +67,7 @@ def read_flag(raw: Mapping[str, Any], name: str, default: bool = False) -> bool:
 
 
 def read_token_ids(raw: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    """The token ids `raw[name]`: an integer, a list of integers, or nothing."""
+    """Reads the token ids `raw[name]`: an integer, a list of integers, or nothing."""
     value = raw.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(i) is int and 0 <= i <= MOST_SIZE for i in ids):
@@ -79,11 +79,11 @@ def read_token_ids(raw: Mapping[str, Any], name: str) -> tuple[int, ...]:
 
 
 def refuse(raw: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Raises where an option is set otherwise than the decoder computes.
+    """Raises ValueError if an option has a value that the decoder does not support.
 
     Args:
       raw: the content of `config.json`.
-      values: option → the only supported value. A missing option and null are supported too.
+      values: option → the only supported value. A missing option and null are also supported.
     """
     for name, supported in values.items():
         if raw.get(name) is not None and raw[name] != supported:
@@ -105,24 +105,24 @@ def read_decoder(
     rotated: Sequence[bool] | None = None,
     **family: Any,
 ) -> DecoderConfig:
-    """What all families' configurations say in the same words; a family's file adds the rest.
+    """Reads the options that all families share; a family's own module adds the rest.
 
-    Sizes have no default, save for those that the family gives one.
+    Sizes have no default, except for those that the family has one for.
 
     Args:
       raw: the content of `config.json`.
       max_positions: the family's default of `max_position_embeddings`.
-      kv_heads: its default of `num_key_value_heads`; None, and a null in the file: as many as there
-        are query heads.
+      kv_heads: its default of `num_key_value_heads`; None, and a null in the file: the number of
+        query heads.
       head_dim: its default; None, and a null in the file: `hidden_size / num_attention_heads`.
       norm_eps: its default of `rms_norm_eps`.
       tied: its default of `tie_word_embeddings`.
       activation: name and default of the option that names the MLP's activation.
-      rope: `rope(head_dim, max_positions)`: the rotary embedding, or two, of layers without and
-        with a window; by default the one of the file, of all channels.
-      window: the size of the sliding window of the layers that have one.
-      slides: whether the layer of this number has the window, where the file has no `layer_types`;
-        None: the family has no windows.
+      rope: `rope(head_dim, max_positions)` returns the rotary embedding, or two: for layers without
+        and with a window. Default: the file's, of all channels.
+      window: size of the sliding window, in layers that have one.
+      slides: returns whether the layer of this number has the window, for files without
+        `layer_types`; None: the family has no windows.
       rotated: whether each layer has a rotary embedding; None: all have.
       family: further fields of `DecoderConfig`.
     """
@@ -168,7 +168,7 @@ def read_decoder(
 
 
 def read_window(raw: Mapping[str, Any], default: int | None) -> int | None:
-    """The size of the sliding window, `default` where it is missing; null: there is none."""
+    """Reads the size of the sliding window, `default` if it is missing; null: no window."""
     window = raw.get("sliding_window", default)
     return None if window is None else read_size({"sliding_window": window}, "sliding_window")
 
@@ -180,7 +180,7 @@ def _read_layers(
     window: int | None,
     slides: Callable[[int], bool] | None,
 ) -> tuple[LayerConfig, ...]:
-    """The rotary embedding and the window of each layer; `read_decoder` explains the arguments."""
+    """Returns rope and window of each layer; `read_decoder` documents the arguments."""
     if slides is None:
         refuse(raw, {"sliding_window": None})
     types = raw.get("layer_types")
@@ -190,7 +190,7 @@ def _read_layers(
         raise ValueError(
             f"layer_types must be a list of num_hidden_layers = {count} names, got {brief(types)}"
         )
-    unknown = [kind for kind in types if kind not in (FULL, SLIDING, _FULL_BEFORE)]
+    unknown = [name for name in types if name not in (FULL, SLIDING, _FULL_BEFORE)]
     if unknown:
         raise ValueError(
             f"layer_types: layer type {brief(unknown[0])} is not supported; supported: "
@@ -203,7 +203,7 @@ def _read_layers(
             "not true"
         )
     full, sliding = LayerConfig(ropes[0]), LayerConfig(ropes[-1], window)
-    return tuple(sliding if kind == SLIDING else full for kind in types)
+    return tuple(sliding if name == SLIDING else full for name in types)
 
 
 _NEEDED = {
@@ -226,18 +226,17 @@ def read_rope(
     interleaved: bool = False,
     names: Mapping[str, str] | None = None,
 ) -> RopeConfig:
-    """The rotary embedding, from `rope_theta` and `rope_scaling` or from `rope_parameters`.
+    """Reads the rotary embedding, from `rope_theta` and `rope_scaling` or `rope_parameters`.
 
     Args:
       raw: the content of `config.json`, in the old format (`rope_theta` beside a `rope_scaling`
         with `type` or `rope_type`) or in that of transformers 5 (`rope_parameters`).
       head_dim: channels per head.
-      max_positions: `max_position_embeddings`, the original context where none is given.
-      theta: the family's theta where the file gives none.
-      share: the family's share of rotated channels where the file gives no
-        `partial_rotary_factor`; None: the family rotates all channels.
-      interleaved: the family rotates neighbouring channels.
-      names: other names of types that the family's files use.
+      max_positions: `max_position_embeddings`, the original context if the file gives none.
+      theta: the family's default of theta.
+      share: the family's default of `partial_rotary_factor`; None: the family rotates all channels.
+      interleaved: whether the family rotates neighbouring channels.
+      names: other names of rope types in the family's files.
     """
     for name in ("rope_parameters", "rope_scaling"):
         scaling = raw.get(name) or {}
@@ -246,37 +245,39 @@ def read_rope(
                 f"rope parameters must be one object for all layers, got {name}: {brief(scaling)}"
             )
     scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if isinstance(kind, str):
-        kind = (names or {}).get(kind, kind)
-    check_choice("rope type", kind, ROPE_TYPES)
-    missing = [name for name in _NEEDED[kind] if scaling.get(name) is None]
+    rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
+    if isinstance(rope_type, str):
+        rope_type = (names or {}).get(rope_type, rope_type)
+    check_choice("rope type", rope_type, ROPE_TYPES)
+    missing = [name for name in _NEEDED[rope_type] if scaling.get(name) is None]
     if missing:
-        raise ValueError(f"rope type {kind!r} needs {', '.join(missing)}, got {brief(scaling)}")
-    given = [read_optional_number(place, "rope_theta") for place in (scaling, raw)]
-    original = _original_positions((raw, scaling), kind, max_positions)
+        raise ValueError(
+            f"rope type {rope_type!r} needs {', '.join(missing)}, got {brief(scaling)}"
+        )
+    thetas = [read_optional_number(place, "rope_theta") for place in (scaling, raw)]
+    original = _original_positions((raw, scaling), rope_type, max_positions)
     return RopeConfig(
         rotary_dim=_rotary_dim((scaling, raw), head_dim, share),
-        theta=next((number for number in given if number is not None), theta),
-        type=kind,
+        theta=next((number for number in thetas if number is not None), theta),
+        type=rope_type,
         original_max_positions=original,
         interleaved=interleaved,
-        **_parameters(scaling, kind, max_positions, original),
+        **_parameters(scaling, rope_type, max_positions, original),
     )
 
 
 def _parameters(
-    scaling: Mapping[str, Any], kind: str, max_positions: int, original: int | None
+    scaling: Mapping[str, Any], rope_type: str, max_positions: int, original: int | None
 ) -> dict[str, Any]:
-    """The parameters of a rope type, by their names in `RopeConfig`."""
-    if kind not in ("yarn", "longrope"):
-        return {name: scaling[name] for name in _NEEDED[kind]}
+    """Returns the parameters of a rope type, by their names in `RopeConfig`."""
+    if rope_type not in ("yarn", "longrope"):
+        return {name: scaling[name] for name in _NEEDED[rope_type]}
     factor = read_optional_number(scaling, "factor")
     if factor is None:
         name = "original_max_position_embeddings"
         factor = max_positions / read_size({name: original}, name)
     larger = read_optional_number(scaling, "attention_factor")
-    if kind == "yarn":
+    if rope_type == "yarn":
         return {
             "factor": factor,
             "beta_fast": scaling.get("beta_fast") or 32.0,
@@ -284,15 +285,15 @@ def _parameters(
             "truncate": read_flag(scaling, "truncate", "truncate" not in scaling),
             "attention_factor": _weighted_yarn(scaling, factor) if larger is None else larger,
         }
-    for name in _NEEDED[kind]:
+    for name in _NEEDED[rope_type]:
         if not isinstance(scaling[name], list):
             raise ValueError(f"{name} must be a list of numbers, got {brief(scaling[name])}")
-    factors = {f"{name}s": tuple(scaling[name]) for name in _NEEDED[kind]}
+    factors = {f"{name}s": tuple(scaling[name]) for name in _NEEDED[rope_type]}
     return {"factor": factor, "attention_factor": larger, **factors}
 
 
 def _weighted_yarn(scaling: Mapping[str, Any], factor: float) -> float | None:
-    """YaRN's attention factor where the file weights it (`mscale`, `mscale_all_dim`)."""
+    """Returns YaRN's attention factor if the file weights it (`mscale`, `mscale_all_dim`)."""
     names = ("mscale", "mscale_all_dim")
     if not all(scaling.get(name) for name in names):
         return None
@@ -301,14 +302,14 @@ def _weighted_yarn(scaling: Mapping[str, Any], factor: float) -> float | None:
 
 
 def _rotary_dim(places: Sequence[Mapping[str, Any]], head_dim: int, share: float | None) -> int:
-    """How many channels of a head are rotated, from the first `partial_rotary_factor`."""
+    """Returns the number of rotated channels per head, by the first `partial_rotary_factor`."""
     name = "partial_rotary_factor"
-    given = next((place[name] for place in places if place.get(name) is not None), None)
-    if share is None and given not in (None, 1):
-        raise ValueError(f"{name} must be 1 for this model type, got {brief(given)}")
-    if given is not None and (not is_finite(given) or not 0 < given <= 1):
-        raise ValueError(f"{name} must be a number above 0 and at most 1, got {brief(given)}")
-    channels = int(head_dim * (share or 1 if given is None else given))
+    stated = next((place[name] for place in places if place.get(name) is not None), None)
+    if share is None and stated not in (None, 1):
+        raise ValueError(f"{name} must be 1 for this model type, got {brief(stated)}")
+    if stated is not None and (not is_finite(stated) or not 0 < stated <= 1):
+        raise ValueError(f"{name} must be a number above 0 and at most 1, got {brief(stated)}")
+    channels = int(head_dim * (share or 1 if stated is None else stated))
     if channels < 2 or channels % 2:
         raise ValueError(
             f"{name} of head_dim = {head_dim} channels must be an even number, got {channels}"
@@ -324,22 +325,22 @@ def read_rope_of_types(
     theta: float,
     local_theta: tuple[str, float],
 ) -> tuple[RopeConfig, RopeConfig]:
-    """The rotary embeddings of layers without and with a sliding window.
+    """Reads the rotary embeddings of layers without and with a sliding window.
 
     Args:
-      raw: the content of `config.json`. `rope_parameters` has an object for each layer type; or,
-        in the older format, `rope_scaling` (or a `rope_parameters` without layer types) holds for
-        the layers without a window alone.
+      raw: the content of `config.json`. `rope_parameters` has an object for each layer type. In the
+        older format, `rope_scaling` (or a `rope_parameters` without layer types) applies only to
+        layers without a window.
       head_dim: channels per head.
       max_positions: as in `read_rope`.
       theta: default of `rope_theta`.
-      local_theta: name and default of the theta of layers with a window.
+      local_theta: name and default of theta for layers with a window.
     """
-    given = raw.get("rope_parameters") or {}
-    by_type = isinstance(given, dict) and any(kind in given for kind in (FULL, SLIDING))
-    objects = {kind: given.get(kind) or {} if by_type else {} for kind in (FULL, SLIDING)}
+    stated = raw.get("rope_parameters") or {}
+    by_type = isinstance(stated, dict) and any(name in stated for name in (FULL, SLIDING))
+    objects = {name: stated.get(name) or {} if by_type else {} for name in (FULL, SLIDING)}
     for name, more in (
-        ("rope_parameters", {} if by_type else given),
+        ("rope_parameters", {} if by_type else stated),
         ("rope_scaling", raw.get("rope_scaling") or {}),
     ):
         if not isinstance(more, dict) or not isinstance(objects[FULL], dict):
@@ -359,24 +360,24 @@ _OF_ALL_LAYERS = ("rope_parameters", "rope_scaling", "original_max_position_embe
 
 
 def _original_positions(
-    places: Sequence[Mapping[str, Any]], kind: str, max_positions: int
+    places: Sequence[Mapping[str, Any]], rope_type: str, max_positions: int
 ) -> int | None:
-    if kind == "dynamic":
+    if rope_type == "dynamic":
         return max_positions
-    if kind not in ("llama3", "yarn", "longrope"):
+    if rope_type not in ("llama3", "yarn", "longrope"):
         return None
-    given = [place.get("original_max_position_embeddings") for place in places]
-    return next((positions for positions in given if positions is not None), max_positions)
+    stated = [place.get("original_max_position_embeddings") for place in places]
+    return next((positions for positions in stated if positions is not None), max_positions)
 
 
 def usable_positions(rope: RopeConfig, max_positions: int) -> int:
-    """How many tokens a model is made for, from its `max_position_embeddings`.
+    """Returns how many tokens a model is made for, from its `max_position_embeddings`.
 
-    `"linear"` and `"dynamic"` configurations usually give the context before it was stretched:
-    theirs is multiplied by the factor. (The result is too high for a `"linear"` configuration that
-    gives the stretched context already. That does no harm: the number only serves to refuse prompts
-    that are too long.) `"yarn"` configurations give the one or the other, and the original context
-    too: the larger one is taken.
+    `"linear"` and `"dynamic"` configurations usually state the context before it was stretched, so
+    it is multiplied by the factor. (The result is too high for a `"linear"` configuration that
+    states the stretched context. That does no harm: the number is only used to refuse prompts that
+    are too long.) `"yarn"` configurations state either context, and also the original one: the
+    larger of stretched and stated context is taken.
     """
     if rope.type not in ("linear", "dynamic", "yarn"):
         return max_positions
