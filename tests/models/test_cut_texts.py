@@ -49,17 +49,8 @@ def read_in_pieces(functional, tokens: list[int], max_prompt: int, pieces) -> np
     options = [functional.attention(number) for number in range(functional.num_layers)]
     caches = tuple(
         kvjax.init_cache(
-<<<<<<< HEAD
-            layer,
-            batch=1,
-            max_prompt=max_prompt,
-            max_new=len(tokens) - max_prompt,
-            **sizes,
-            **functional.attention(number).static,
-=======
             layer, batch=1, max_prompt=max_prompt, max_new=len(tokens) - max_prompt, **sizes,
-            scale=attention.scale, window=attention.window, soft_cap=attention.soft_cap,
->>>>>>> n-p4
+            **attention.static,
         )
         for layer, attention in zip(layers, options, strict=True)
     )  # fmt: skip
