@@ -1,4 +1,4 @@
-"""Which tokens a layer keeps in all of its heads, for models that prune hidden states."""
+"""Tokens that a layer keeps in all of its heads, for models that prune hidden states."""
 
 from __future__ import annotations
 
