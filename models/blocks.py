@@ -125,6 +125,7 @@ class Attention(nnx.Module):
         """
         if self.settings.rope is not None:
             return make_rope(self.settings.rope, layer_caches(cache)[0].max_length)
+        # Such methods rotate keys when they are read, whether the layer has positions or not.
         unrotated = any(transform.needs.unrotated_keys for transform in by_head_groups(layer))
         return kvjax.Rope(jnp.zeros((1,), jnp.float32)) if unrotated else None
 
@@ -173,6 +174,7 @@ class MLP(nnx.Module):
         """Returns what the MLP adds to the residual stream."""
         if x.shape[1] <= MLP_TOKENS:
             return self._added(x)
+        # `lax.map` cuts along the leading axis, which must be the tokens here.
         by_token = jax.lax.map(self._added, x.swapaxes(0, 1), batch_size=MLP_TOKENS)
         return by_token.swapaxes(0, 1)
 

@@ -116,6 +116,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     family, config = _read_folder(folder, raw, tensors)
     weights = family.names.weights(config)
     usual = FAMILIES[raw["model_type"]].names.weights(config)
+    # Files without `dtype` or its former name `torch_dtype` have the first tensor's.
     first = next((STORED_DTYPES.get(tensor.dtype) for tensor in tensors.values()), None)
     return Checkpoint(
         config,
@@ -149,6 +150,7 @@ def _open_gguf(path: Path) -> Checkpoint:
             del tensor  # frees the tensor before the next one is read
 
     weights = family.names.weights(config)
+    # Tied embeddings have two names with one place, of which the embedding's comes first.
     usual_names: dict[tuple, str] = {}
     for name, weight in FAMILIES[raw["model_type"]].names.weights(config).items():
         usual_names.setdefault(weight.parts, name)

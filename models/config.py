@@ -145,6 +145,7 @@ class RopeConfig:
             check_positive("attention_factor", self.attention_factor)
         if self.type in ("dynamic", "llama3", "yarn", "longrope"):
             check_size("original_max_positions", self.original_max_positions)
+        # The exponent d / (d - 2) of the dynamic base has no value at d = 2.
         if self.type == "dynamic" and self.rotary_dim < 4:
             raise ValueError(f"dynamic rope needs a rotary_dim of 4 or more, got {self.rotary_dim}")
         if self.type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
@@ -152,6 +153,7 @@ class RopeConfig:
                 "high_freq_factor must be above low_freq_factor, got "
                 f"{self.high_freq_factor} and {self.low_freq_factor}"
             )
+        # YaRN's ramp divides by ln(theta), which must be above 0.
         if self.type == "yarn" and self.theta <= 1:
             raise ValueError(f"yarn rope needs a theta above 1, got {self.theta}")
         if self.type == "yarn" and self.beta_fast < self.beta_slow:
@@ -170,6 +172,7 @@ class RopeConfig:
                     f"{name} must be {pairs} finite numbers above 0 (rotary_dim / 2), "
                     f"got {len(factors)}: {brief(factors)}"
                 )
+        # LongRoPE's own attention factor divides by ln(original_max_positions).
         if self.attention_factor is None and self.original_max_positions < 2:
             raise ValueError(
                 "longrope needs an original_max_positions of 2 or more, "

@@ -139,6 +139,7 @@ class Decoder(nnx.Module):
         is_whole_prompt, reaching_positions = whole_prompt(caches, phase, last), positions
         written, below = [], None
         for block, layer, cache in zip(self.layers, layers, caches, strict=True):
+            # Only decode steps select slots, so only they need predicted queries.
             predicted = None
             if phase == "decode" and below is not None and wants_prediction(layer):
                 predicted = block.predict_queries(*below)

@@ -100,6 +100,7 @@ FAMILIES: dict[str, Family] = {
 _EXPERTS = "mixtures of experts are not supported"
 _RECURRENT = "linear attention and state spaces are not supported"
 _IMAGES = "images and sound are not supported"
+# Reason → pattern of the model types that it applies to; the first match is reported.
 _UNSUPPORTED = {
     _EXPERTS: r".*moe.*|mixtral|gpt_oss|dbrx|jamba|grok.*|deepseek.*|llama4.*|minimax.*",
     _RECURRENT: r".*mamba.*|rwkv.*|qwen3_?next|qwen3_?5.*|recurrent_gemma|falcon_h1|bamba|zamba.*|"
@@ -111,6 +112,7 @@ _UNSUPPORTED = {
     "queries that grow with their position are not supported": r"ministral3",
     "multipliers of the residual stream are not supported": r"granite|minicpm",
 }
+# Options that tell the same of model types with an unknown name.
 _UNSUPPORTED_OPTIONS = {
     "num_local_experts": _EXPERTS,
     "num_experts": _EXPERTS,
@@ -188,6 +190,7 @@ def check_layers(family: Family, config: DecoderConfig, names: Iterable[str], so
     Each layer costs memory before the first weight is read, and a model without some of its layers
     would silently compute something else.
     """
+    # Sorted, so that messages do not depend on the order in the file.
     names = sorted(names)
     beginning = re.compile(re.escape(family.names.layers) + r"\.(\d+)\.")
     indices = {name: int(match[1]) for name in names if (match := beginning.match(name))}
@@ -204,5 +207,5 @@ def check_layers(family: Family, config: DecoderConfig, names: Iterable[str], so
             f"num_hidden_layers is {config.num_layers}, but the checkpoint has tensors of "
             f"{layers} layers"
         )
-        more = f": {beyond} would be unknown" if beyond is not None else ""
-        raise ValueError(f"{source}: {family.as_in_file(message)}{more}")
+        unknown = f": {beyond} would be unknown" if beyond is not None else ""
+        raise ValueError(f"{source}: {family.as_in_file(message)}{unknown}")

@@ -122,6 +122,7 @@ def _read(path: Path, data: mmap.mmap) -> GgufHeader:
     if magic != b"GGUF":
         raise ValueError(f"this is no GGUF file: it begins with {magic!r}, expected b'GGUF'")
     version, count, entries = reader.unpack("<IQQ")
+    # A known version in the other byte order.
     if version in (known << 24 for known in _VERSIONS):
         raise ValueError("a big-endian GGUF file is not supported")
     if version not in _VERSIONS:
@@ -175,6 +176,7 @@ def _offsets(
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 1 <= alignment <= 2**20:
         raise ValueError(f"general.alignment must be from 1 to {2**20}, got {brief(alignment)}")
+    # Tensors must follow each other in the file, each at the next aligned byte.
     begin, end, offsets = reader.position + -reader.position % alignment, 0, {}
     for offset, size, name in sorted(places):
         expected = end + -end % alignment

@@ -103,6 +103,7 @@ def gguf_tokenizer(path: Path) -> Any:
     types = entries.items("token_type", int, "integers", len(tokens)) or [NORMAL] * len(tokens)
     special = _special_tokens(entries, tokens)
     begins, ends = (entries.get(f"add_{name}_token", bool) for name in ("bos", "eos"))
+    # Without the entry, SentencePiece's texts and some byte-level ones begin with the start token.
     if begins is None:
         begins = model == "llama" or _splitting(entries).begins
     try:
@@ -293,10 +294,10 @@ def _scored(
     merges = []
     for token, index in known.items():
         for cut in range(1, len(token)):
-            left, right = known.get(token[:cut]), known.get(token[cut:])
-            if left is not None and right is not None:
-                merges.append((-scores[index], index, left, right))
-    return [(tokens[left], tokens[right]) for *_, left, right in sorted(merges)]
+            start, end = known.get(token[:cut]), known.get(token[cut:])
+            if start is not None and end is not None:
+                merges.append((-scores[index], index, start, end))
+    return [(tokens[start], tokens[end]) for *_, start, end in sorted(merges)]
 
 
 def _add_tokens(tokenizer: Any, tokens: Sequence[str], types: Sequence[int], phi3: bool) -> None:

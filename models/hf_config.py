@@ -132,7 +132,9 @@ def read_decoder(
         raise ValueError(
             f"hidden_size must be a multiple of num_attention_heads, got {hidden} and {heads}"
         )
+    # Checked like an option, since the value may come from the file.
     channels = read_size({"head_dim": channels}, "head_dim", max(hidden // heads, 1))
+    # A null in the file means as many as query heads; the family's default is for a missing option.
     kv_default = heads if "num_key_value_heads" in raw else kv_heads or heads
     positions = read_size(raw, "max_position_embeddings", max_positions)
     count = read_size(raw, "num_hidden_layers", most=MOST_LAYERS)
@@ -145,6 +147,7 @@ def read_decoder(
             layer if has_rope else replace(layer, rope=None)
             for layer, has_rope in zip(layers, rotated, strict=True)
         )
+    # Equal layers need no list: `rope` and `sliding_window` describe all of them.
     alike = all(layer == LayerConfig(ropes[0], layers[0].window) for layer in layers)
     return DecoderConfig(
         vocab_size=read_size(raw, "vocab_size"),
@@ -254,6 +257,7 @@ def read_rope(
         raise ValueError(
             f"rope type {rope_type!r} needs {', '.join(missing)}, got {brief(scaling)}"
         )
+    # In the format of transformers 5, theta is among the rope parameters.
     thetas = [read_optional_number(place, "rope_theta") for place in (scaling, raw)]
     original = _original_positions((raw, scaling), rope_type, max_positions)
     return RopeConfig(
@@ -274,6 +278,8 @@ def _parameters(
         return {name: scaling[name] for name in _NEEDED[rope_type]}
     factor = read_optional_number(scaling, "factor")
     if factor is None:
+        # A file may state the contexts before and after instead of the factor, which is their
+        # quotient.
         name = "original_max_position_embeddings"
         factor = max_positions / read_size({name: original}, name)
     larger = read_optional_number(scaling, "attention_factor")
@@ -339,13 +345,14 @@ def read_rope_of_types(
     stated = raw.get("rope_parameters") or {}
     by_type = isinstance(stated, dict) and any(name in stated for name in (FULL, SLIDING))
     objects = {name: stated.get(name) or {} if by_type else {} for name in (FULL, SLIDING)}
-    for name, more in (
+    for name, common in (
         ("rope_parameters", {} if by_type else stated),
         ("rope_scaling", raw.get("rope_scaling") or {}),
     ):
-        if not isinstance(more, dict) or not isinstance(objects[FULL], dict):
+        if not isinstance(common, dict) or not isinstance(objects[FULL], dict):
             raise ValueError(f"rope parameters must be objects, got {name}: {brief(raw[name])}")
-        objects[FULL] = {**objects[FULL], **more}
+        objects[FULL] = {**objects[FULL], **common}
+    # Each call of `read_rope` below gets the parameters of its layer type only.
     base = {k: v for k, v in raw.items() if k not in _OF_ALL_LAYERS}
     name, default = local_theta
     local = {**base, "rope_parameters": objects[SLIDING]}

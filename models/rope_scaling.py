@@ -89,6 +89,8 @@ class RopeLengths:
         least = 1
         for rope in self.ropes:
             if max_length > rope.original_max_positions:
+                # All longer lengths share LongRoPE's long factors, but each has its own dynamic
+                # base.
                 dynamic = rope.type == "dynamic"
                 least = max(least, max_length if dynamic else rope.original_max_positions + 1)
         return least

@@ -90,6 +90,7 @@ def open_tensors(
     Raises:
       ValueError: a file has become unreadable. The message names it.
     """
+    # Grouped by file, so that each file is opened once.
     by_file: dict[Path, list[str]] = {}
     for name in names:
         by_file.setdefault(stored[name].file, []).append(name)

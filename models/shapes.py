@@ -109,6 +109,7 @@ def _full_config(model: str | os.PathLike[str]) -> DecoderConfig:
     path = Path(model)
     if path.is_dir():
         path /= "config.json"
+    # Recognised by content: `is_gguf` is true of any file, and this may be a `config.json`.
     if path.is_file() and _begins_as_gguf(path):
         return read_config(path)
     name = os.fspath(model)

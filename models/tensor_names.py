@@ -99,6 +99,7 @@ class TensorNames:
           >>> TensorNames().among(["a.model.embed_tokens.weight"]).layers
           'a.model.layers'
         """
+        # Checkpoints leave out or extend the first part of the name ("model.").
         base, _, table = self.embed.partition(".")
         before = _before(table, stored)
         if before is None:
@@ -107,6 +108,7 @@ class TensorNames:
             key: before + getattr(self, key).removeprefix(f"{base}.")
             for key in ("embed", "norm", "layers")
         }
+        # The head is outside of that module, so its prefix is found separately.
         *_, head = self.head.split(".")
         before_head = _before(head, stored)
         usual = self.head if before_head is None else before_head + head

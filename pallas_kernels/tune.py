@@ -85,8 +85,8 @@ def refusal(capability: tuple[int, int] | None) -> str:
 def candidates(work: Work, cores: int) -> Iterable[Tile]:
     """Yields each tile to try."""
     for sizes in itertools.product(TILE_BYTES, WARPS, STAGES):
-        for more in itertools.product(*work.tried.values()):
-            yield Tile(*sizes, **dict(zip(work.tried, more, strict=True)), cores=cores)
+        for values in itertools.product(*work.tried.values()):
+            yield Tile(*sizes, **dict(zip(work.tried, values, strict=True)), cores=cores)
 
 
 def measure_all(

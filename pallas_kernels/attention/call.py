@@ -47,6 +47,7 @@ def stored_attention(
     """
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     first = None
+    # With a given `end` and no window, the slots need not be searched for bounds.
     if end is None or window is not None:
         first, last = _range(bias, query_position, key_position, window)
         end = last if end is None else jnp.minimum(end, last)
@@ -62,6 +63,7 @@ def stored_attention(
         return out, lse, None
     visible = visible_slots(bias, key_position, query_position, window)
     slot = jnp.arange(bias.shape[2], dtype=jnp.int32)[None, None]
+    # Logits of slots outside of `[first, end)` were never written.
     looked_at = slot < end[..., None]
     if first is not None:
         looked_at &= slot >= first[..., None]

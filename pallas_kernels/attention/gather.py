@@ -71,6 +71,7 @@ def gather_attention(
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     index = index.astype(jnp.int32)
     if chosen == "xla":
+        # An entry of -1 gathers slot 0, with the bias and position of a free slot.
         k, v = (take_slots(x, jnp.maximum(index, 0)) for x in (k, v))
         list_bias, list_position = _of_list(bias, key_position, index)
         return decode_attention(

@@ -67,6 +67,7 @@ def quantized_attention(
     _check(q, k, v, bias, query_position, key_position)
     check_used(used, q)
     rows = quantized_rows(k, q.dtype, key_axis), quantized_rows(v, q.dtype)
+    # The kernel for TPUs does not rotate keys.
     chosen = choose_implementation(implementation, *k, *v, for_tpu=turn is None and reads(*rows))
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     if chosen != "xla":

@@ -42,17 +42,17 @@ class DenseTiles:
     dtype: jnp.dtype
 
     def products(
-        self, at: dict, q: Float[Array, "R D"], seen: Bool[Array, "1 N"]
+        self, at: dict, q: Float[Array, "R D"], visible: Bool[Array, "1 N"]
     ) -> Float[Array, "R N"]:
         """Multiplies queries with the keys of a tile; undefined for slots that no query sees."""
         return times(q, at["data"][...], 1)
 
     def mix(
-        self, at: dict, weights: Float[Array, "R N"], seen: Bool[Array, "1 N"]
+        self, at: dict, weights: Float[Array, "R N"], visible: Bool[Array, "1 N"]
     ) -> Float[Array, "R D"]:
         """Sums the values of a tile by weights; values of slots that no query sees count as 0."""
         tile = at["data"][...]
-        tile = jnp.where(seen.T, tile, jnp.zeros((), tile.dtype))
+        tile = jnp.where(visible.T, tile, jnp.zeros((), tile.dtype))
         return times(weights.astype(tile.dtype), tile, 0)
 
 
@@ -66,13 +66,13 @@ class EightBitTiles:
 
     dtype: jnp.dtype
 
-    def products(self, at: dict, q: Array, seen: Array) -> Float[Array, "R N"]:
+    def products(self, at: dict, q: Array, visible: Array) -> Float[Array, "R N"]:
         """Multiplies queries with the keys of a tile."""
         return times(q, at["values"][...].astype(self.dtype), 1) * at["scale"][...]
 
-    def mix(self, at: dict, weights: Float[Array, "R N"], seen: Array) -> Float[Array, "R D"]:
+    def mix(self, at: dict, weights: Float[Array, "R N"], visible: Array) -> Float[Array, "R D"]:
         """Sums the values of a tile by weights."""
-        weights = jnp.where(seen, weights * at["scale"][...], 0.0)
+        weights = jnp.where(visible, weights * at["scale"][...], 0.0)
         return times(weights.astype(self.dtype), at["values"][...].astype(self.dtype), 0)
 
 
@@ -90,7 +90,7 @@ class FourBitTiles:
     dtype: jnp.dtype
     group: int
 
-    def products(self, at: dict, q: Array, seen: Array) -> Float[Array, "R N"]:
+    def products(self, at: dict, q: Array, visible: Array) -> Float[Array, "R N"]:
         """Multiplies queries with the keys of a tile."""
         total = 0.0
         for number, in_group, numbers, channels in self._groups(at):
@@ -100,12 +100,12 @@ class FourBitTiles:
             total += q_group.astype(jnp.float32).sum(1, keepdims=True) * low
         return total
 
-    def mix(self, at: dict, weights: Float[Array, "R N"], seen: Array) -> Float[Array, "R D"]:
+    def mix(self, at: dict, weights: Float[Array, "R N"], visible: Array) -> Float[Array, "R D"]:
         """Sums the values of a tile by weights."""
         halves = [jnp.zeros((), jnp.float32)] * 2
         for number, in_group, numbers, channels in self._groups(at):
             scale, low = (
-                jnp.where(seen, weights * _of_group(at[name], number), 0.0)
+                jnp.where(visible, weights * _of_group(at[name], number), 0.0)
                 for name in ("scale", "low")
             )
             sums = times(scale.astype(self.dtype), numbers, 0) + low.sum(1, keepdims=True)
@@ -142,40 +142,40 @@ class FourBitColumns:
     group: int
     axis: Axis
 
-    def products(self, at: dict, q: Array, seen: Array) -> Float[Array, "R N"]:
+    def products(self, at: dict, q: Array, visible: Array) -> Float[Array, "R N"]:
         """Multiplies queries with the keys of a tile."""
-        low, high = self._decoded(at, seen)
+        low, high = self._decoded(at, visible)
         half = low.shape[0]
         return times(q[:, :half], low, 0) + times(q[:, half:], high, 0)
 
-    def mix(self, at: dict, weights: Float[Array, "R N"], seen: Array) -> Float[Array, "R D"]:
+    def mix(self, at: dict, weights: Float[Array, "R N"], visible: Array) -> Float[Array, "R D"]:
         """Sums the values of a tile by weights."""
         weights = weights.astype(self.dtype)
-        return jnp.concatenate([times(weights, x, 1) for x in self._decoded(at, seen)], axis=1)
+        return jnp.concatenate([times(weights, x, 1) for x in self._decoded(at, visible)], axis=1)
 
-    def _decoded(self, at: dict, seen: Array) -> list[Float[Array, "D/2 N"]]:
+    def _decoded(self, at: dict, visible: Array) -> list[Float[Array, "D/2 N"]]:
         """Decodes both halves of the channels; 0 for slots that no query sees."""
-        scale, low = (self._of_numbers(at[name][...], seen) for name in ("scale", "low"))
+        scale, low = (self._of_numbers(at[name][...], visible) for name in ("scale", "low"))
         half = scale.shape[0] // 2
         parts = zip(_halves(at["values"]), (slice(half), slice(half, None)), strict=True)
         return [
-            jnp.where(seen, low[rows] + x * scale[rows], 0.0).astype(self.dtype)
+            jnp.where(visible, low[rows] + x * scale[rows], 0.0).astype(self.dtype)
             for x, rows in parts
         ]
 
-    def _of_numbers(self, x: Array, seen: Array) -> Float[Array, "D N"]:
+    def _of_numbers(self, x: Array, visible: Array) -> Float[Array, "D N"]:
         """Returns the scale or low of each number, in float32."""
         if self.axis == "token":
             groups, slots = x.shape
             repeated = jnp.broadcast_to(x.astype(jnp.float32)[:, None], (groups, self.group, slots))
             return repeated.reshape(-1, slots)
         # A product with ones and zeros, which is exact, is the only way to repeat lanes.
-        shape = x.shape[0], seen.shape[1]
+        shape = x.shape[0], visible.shape[1]
         group = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
         slot = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
         in_group = jax.lax.div(slot, jnp.full_like(slot, self.group)) == group
-        any_seen = jnp.where(in_group & seen, 1.0, 0.0).max(1, keepdims=True) > 0
-        x = jnp.where(any_seen, x, jnp.zeros((), x.dtype))
+        any_visible = jnp.where(in_group & visible, 1.0, 0.0).max(1, keepdims=True) > 0
+        x = jnp.where(any_visible, x, jnp.zeros((), x.dtype))
         return times(x.T, in_group.astype(x.dtype), 0)
 
 
@@ -237,6 +237,7 @@ def reads(k: Rows, v: Rows) -> bool:
 
 
 def _in_place(rows: TPURows) -> bool:
+    # The first array holds the numbers, which are most of the bytes.
     array, axis, _ = next(iter(rows.arrays.values()))
     return in_rows(array) if axis == 2 else array.shape[2] % LANES != 0
 

@@ -72,18 +72,22 @@ def tpu_attention(
         raise ValueError(f"the kernel for TPUs reads no {k.reader.dtype} rows by {k.reader}")
     keys, values = rows
     visible = visible_slots(slots.bias, slots.position, query_position, window)
-    seen = jnp.where(visible, slots.bias[:, :, None], -jnp.inf)
+    visible_bias = jnp.where(visible, slots.bias[:, :, None], -jnp.inf)
     # A store in groups of slots may have more slots, so that its last group is whole.
     padding = keys.slots - slots.places
-    seen = jnp.pad(seen, ((0, 0), (0, 0), (0, 0), (0, padding)), constant_values=-jnp.inf)
+    visible_bias = jnp.pad(
+        visible_bias, ((0, 0), (0, 0), (0, 0), (0, padding)), constant_values=-jnp.inf
+    )
     if tokens > 1:  # a single token has one mask for all query heads
         shape = batch, heads, group, tokens, keys.slots
-        seen = jnp.broadcast_to(seen[:, :, None], shape).reshape(batch, heads, -1, keys.slots)
+        visible_bias = jnp.broadcast_to(visible_bias[:, :, None], shape).reshape(
+            batch, heads, -1, keys.slots
+        )
     first = jnp.zeros_like(slots.end) if slots.first is None else slots.first
     out, lse, logits = _parts(
         q.astype(keys.reader.dtype).reshape(batch, heads, group * tokens, channels),
         None if shift is None else shift.astype(jnp.float32).reshape(batch, heads, -1, 1),
-        keys, values, seen, first, jnp.minimum(slots.end, slots.places),
+        keys, values, visible_bias, first, jnp.minimum(slots.end, slots.places),
         scale=scale, soft_cap=soft_cap, parts=-(-tpu_cores() // (batch * heads)),
         with_logits=with_logits,
     )  # fmt: skip
@@ -103,7 +107,7 @@ def _parts(
     shift: Float[Array, "B H R 1"] | None,
     k: TPURows,
     v: TPURows,
-    seen: Float[Array, "B H M S"],
+    visible_bias: Float[Array, "B H M S"],
     first: Int[Array, "B H"],
     end: Int[Array, "B H"],
     *,
@@ -117,14 +121,14 @@ def _parts(
     Args:
       q: query rows of each head.
       shift: added to their products with keys; None: nothing is added.
-      seen: added to the logits of each row, or of all rows (M = 1); `-inf` where a slot is not
-        seen.
+      visible_bias: added to the logits of each row, or of all rows (M = 1); `-inf` where a slot is
+        not visible.
       first, end: range of slots that are looked at.
       parts: number of parts that the blocks of a head are divided into, so that no core is idle.
         Block i belongs to part `i % parts`.
     """
     batch, heads, rows, channels = q.shape
-    slots = seen.shape[3]
+    slots = visible_bias.shape[3]
     block = min(slots, _block([*k.arrays.values(), *v.arrays.values()], rows))
     blocks = pl.cdiv(slots, block)
     parts = min(parts, blocks)
@@ -143,7 +147,7 @@ def _parts(
         out_specs.append(spec(Stored(jax.ShapeDtypeStruct((0, 0, rows, slots), jnp.float32), 3)))
     out_shape = [jax.ShapeDtypeStruct((batch, heads, *x), jnp.float32) for x in shapes]
     queries = {"q": q} if shift is None else {"q": q, "shift": shift}
-    arrays = queries, seen, *(
+    arrays = queries, visible_bias, *(
         {name: stored.array for name, stored in side.arrays.items()} for side in (k, v)
     )  # fmt: skip
     results = pl.pallas_call(
@@ -156,7 +160,7 @@ def _parts(
                     name: pl.BlockSpec((None, None, *x.shape[2:]), lambda b, h, *_: (b, h, 0, 0))
                     for name, x in queries.items()
                 },
-                spec(Stored(seen, 3)),
+                spec(Stored(visible_bias, 3)),
                 *({name: spec(stored) for name, stored in side.arrays.items()} for side in (k, v)),
             ],
             out_specs=out_specs,
@@ -218,7 +222,7 @@ def _block_at(p, i, first, end, *, plan: _Plan, blocks: int):
     return jnp.clip(i, begin, stop) * parts + p
 
 
-def _kernel(first, end, queries, seen, k, v, out, lse, *refs, plan: _Plan):
+def _kernel(first, end, queries, visible_bias, k, v, out, lse, *refs, plan: _Plan):
     """Runs one round: a block of slots of one row and head."""
     *logit_refs, top, total, acc = refs
     row_head = pl.program_id(0), pl.program_id(1)
@@ -236,9 +240,9 @@ def _kernel(first, end, queries, seen, k, v, out, lse, *refs, plan: _Plan):
     def _():
         place = at * plan.block + jax.lax.broadcasted_iota(jnp.int32, (1, plan.block), 1)
         # The last block may reach beyond the slots, where contents are undefined.
-        bias = jnp.where(place < end, seen[...], -jnp.inf)
-        any_seen = bias.max(0, keepdims=True) > -jnp.inf
-        logits = plan.k.products(k, queries["q"][...], any_seen)
+        bias = jnp.where(place < end, visible_bias[...], -jnp.inf)
+        any_visible = bias.max(0, keepdims=True) > -jnp.inf
+        logits = plan.k.products(k, queries["q"][...], any_visible)
         if "shift" in queries:
             logits += queries["shift"][...]
         logits = logits * plan.scale
@@ -251,7 +255,7 @@ def _kernel(first, end, queries, seen, k, v, out, lse, *refs, plan: _Plan):
         finite = finite_or_zero(new_top)
         weights, shrink = jnp.exp(logits - finite), jnp.exp(top[...] - finite)
         total[...] = total[...] * shrink + weights.sum(1, keepdims=True)
-        acc[...] = acc[...] * shrink + plan.v.mix(v, weights, any_seen)
+        acc[...] = acc[...] * shrink + plan.v.mix(v, weights, any_visible)
         top[...] = new_top
 
     @pl.when(i == plan.rounds - 1)

@@ -118,6 +118,7 @@ def codebook_mix(
     if magnitude is not None:
         weights = weights * magnitude.astype(jnp.float32)[:, :, None]
         if live is not None:
+            # The magnitude of a free slot may be NaN, and 0 · NaN is NaN.
             weights = jnp.where(live[:, :, None], weights, 0.0)
     slots = index.shape[2]
     if not _per_entry(weights.shape[2], entries, slots):

@@ -142,6 +142,7 @@ def best_match(
         interpret=interpret,
         name="best_match",
     )(a, b, there)
+    # The kernel writes the rows of A only.
     taken = of_a.taken(shape[2])
     if taken.all():
         return tuple(matches)

@@ -109,8 +109,8 @@ def sketch_of(units: Float[Array, "N D"]) -> Float[Array, "N C"]:
     square = jnp.dot(units.T, units, precision="highest")
     turned = jnp.dot(units, jnp.linalg.eigh(square)[1], precision="highest")
     short = max(int(dim * SKETCH), 1)
-    rest, part = turned[:, : dim - short + 1], turned[:, dim - short + 1 :]
-    return jnp.concatenate([part, jnp.sqrt((rest * rest).sum(1, keepdims=True))], axis=1)
+    rest, longest = turned[:, : dim - short + 1], turned[:, dim - short + 1 :]
+    return jnp.concatenate([longest, jnp.sqrt((rest * rest).sum(1, keepdims=True))], axis=1)
 
 
 def make_graph(
@@ -205,6 +205,6 @@ def _tile(
     return rows, columns.T, gain
 
 
-def _add(x: Array, start: Array, more: Array) -> Array:
-    part = block_of(x, start, more.shape[0])
-    return jax.lax.dynamic_update_slice_in_dim(x, part + more, start, 0)
+def _add(x: Array, start: Array, terms: Array) -> Array:
+    part = block_of(x, start, terms.shape[0])
+    return jax.lax.dynamic_update_slice_in_dim(x, part + terms, start, 0)

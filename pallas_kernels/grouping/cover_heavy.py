@@ -89,8 +89,8 @@ def _kernel(
     inside = jnp.arange(BLOCK, dtype=jnp.int32)
     is_word, is_block = lane < row_words, block < top.shape[0]
 
-    def load(ref, at, wanted, other=ZERO):
-        return route.load(ref.at[at], mask=wanted, other=other)
+    def load(ref, at, wanted, fill=ZERO):
+        return route.load(ref.at[at], mask=wanted, other=fill)
 
     def store_number(ref, at, x, wanted):
         """Stores a single number."""
@@ -144,8 +144,8 @@ def _kernel(
         return top, top_number, top_vertex, uncovered, entries + holds.astype(jnp.int32)
 
     tops = (
-        load(x, block, is_block, other)
-        for x, other in ((top, NONE), (top_number, LAST), (top_vertex, LAST))
+        load(x, block, is_block, fill)
+        for x, fill in ((top, NONE), (top_number, LAST), (top_vertex, LAST))
     )
     carry = *tops, load(words, lane, is_word), np.int32(0)
     *_, entries = jax.lax.while_loop(goes_on, step, carry)

@@ -92,9 +92,9 @@ def _graph_kernel(units, sketch, there, limits, bits):
             column_there = route.load(there.at[column]) > 0
             return (near & row_there[:, None] & column_there[None, :]).astype(jnp.int32)
 
-        some = product(sketch, row, column).max() > bound
+        may_be_near = product(sketch, row, column).max() > bound
         near = jax.lax.fori_loop(
-            np.int32(0), some.astype(jnp.int32), compare, jnp.zeros((SIDE, SIDE), jnp.int32)
+            np.int32(0), may_be_near.astype(jnp.int32), compare, jnp.zeros((SIDE, SIDE), jnp.int32)
         )
         near = near + jnp.where(i == j, near.T, 0)  # a tile on the diagonal is its own transpose
         of_rows = (near << place[None, :]).reshape(SIDE, SIDE // WORD, WORD).sum(2)
@@ -166,8 +166,8 @@ def _list_kernel(bits, uncovered, wanted, lists, *, length: int):
     def look(i, carry):
         def look_closer(j, carry):
             first = i * LOOKED_AT + j * WORDS
-            some = any_in(first + jnp.arange(WORDS, dtype=jnp.int32))
-            return jax.lax.fori_loop(np.int32(0), some, put(first), carry)
+            any_bit = any_in(first + jnp.arange(WORDS, dtype=jnp.int32))
+            return jax.lax.fori_loop(np.int32(0), any_bit, put(first), carry)
 
         some = any_in(i * LOOKED_AT + jnp.arange(LOOKED_AT, dtype=jnp.int32))
         rounds = some * np.int32(LOOKED_AT // WORDS)

@@ -117,13 +117,13 @@ def _lists(
             words, j, count, lists = carry
             at = jnp.where(words != 0, word, word.size - 1).min(1)
             bits = words[inside, at]
-            some = bits != 0
+            has_bit = bits != 0
             lowest = jax.lax.population_count((bits & -bits) - 1).astype(jnp.int32)
             vertex = j * tiles.side + at * WORD + lowest
-            put = some[:, None] & (place == count[:, None])
+            put = has_bit[:, None] & (place == count[:, None])
             lists = jnp.where(put, vertex[:, None], lists)
             words = jnp.where(word == at[:, None], words & (words - 1), words)
-            return words, j, count + some.astype(jnp.int32), lists
+            return words, j, count + has_bit.astype(jnp.int32), lists
 
         def more(carry: tuple[Array, ...]) -> Bool[Array, ""]:
             return any_of((carry[0] != 0).reshape(-1))
@@ -131,8 +131,8 @@ def _lists(
         def next_tile(carry: tuple[Array, ...]) -> tuple[Array, ...]:
             tiles_left, count, lists = carry
             j = jax.lax.argmax(tiles_left, 0, jnp.int32)
-            some = tiles_left[j, inside][:, None]
-            words = jnp.where(some, graph.bits[i, j, inside] & open_words[j], 0)
+            has_neighbours = tiles_left[j, inside][:, None]
+            words = jnp.where(has_neighbours, graph.bits[i, j, inside] & open_words[j], 0)
             carry = (words, j, count, lists)
             _, _, count, lists = jax.lax.while_loop(more, next_bit, carry)
             return tiles_left & (block != j[None]), count, lists
@@ -212,6 +212,7 @@ def search(
             interpret=chosen == "interpret",
         )  # fmt: skip
         greed = Greed(*state)
+    # Without room for more entries, the caller gives the remaining vectors to their nearest ones.
     greed = jax.lax.cond(
         count < capacity,
         lambda greed: _take_light(graph, greed, weights, number, chosen),

@@ -22,7 +22,7 @@ IGNORED, TEXT, ANSWER = 0, 1, 2
 """Marks: how a token counts in the loss."""
 
 _LIST = "{key}:"  # a line of a key-value list, up to the value
-_CHAIN = " The code of the {key} is the code of the {other}."
+_CHAIN = " The code of the {key} is the code of the {previous}."
 
 
 class Insert(NamedTuple):
@@ -197,8 +197,8 @@ class Tasks:
             keys, value = list(itertools.islice(all_keys, int(length))), _value(rng)
             at = rng.random(len(keys))
             chain = [self._ignored(at[0], wording.needle(keys[0], value))]
-            for where, key, other in zip(at[1:], keys[1:], keys, strict=False):
-                chain.append(self._ignored(where, _CHAIN.format(key=key, other=other)))
+            for place, key, previous in zip(at[1:], keys[1:], keys, strict=False):
+                chain.append(self._ignored(place, _CHAIN.format(key=key, previous=previous)))
             steps = "".join(f" the code of the {key} is" for key in keys[-2::-1])
             answer = f"{steps} {value}."
             chain.append(self._question(rng, at.max(), wording.ask(keys[-1]), answer))

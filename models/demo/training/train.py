@@ -151,6 +151,7 @@ def loss(
 
     def mean(values: Array, mark: int) -> Array:
         chosen = marks == mark
+        # A batch may have no token with this mark.
         return jnp.sum(jnp.where(chosen, values, 0.0)) / jnp.maximum(
             jnp.sum(chosen.astype(jnp.float32)), 1.0
         )
