@@ -7,6 +7,7 @@ import functools
 import pytest
 
 import kvjax
+from tests.compose import test_ring
 from tests.references import spindlekv
 from tests.support.method_pair import LENGTHS, Pair
 from tests.transforms import (
@@ -20,7 +21,6 @@ from tests.transforms import (
     test_pyramidkv,
     test_quest,
     test_repeated_snapkv,
-    test_ring,
     test_snapkv,
     test_spindlekv,
     test_streaming_llm,
