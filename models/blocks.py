@@ -52,8 +52,52 @@ class RMSNorm(nnx.Module):
         return (normed * (1.0 + scale if self.plus_one else scale)).astype(x.dtype)
 
 
+class Linear(nnx.Module):
+    """Multiplies `x [..., C]` by a kernel `[*outputs, C]` and adds a bias `[*outputs]`.
+
+    Kernels lie as checkpoints have them, outputs before inputs: a decode step then reads a kernel
+    from beginning to end. Several axes of outputs let projections that are read together share one
+    product.
+
+    Args:
+      inputs: C.
+      outputs: the shape of a result without the axes of `x`.
+      bias: whether there is one.
+      dtype: dtype of the weights.
+      rngs: source of the random initial weights.
+      accumulate: dtype of the result; None: that of `x` and the weights together.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        *outputs: int,
+        bias: bool,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        accumulate: DTypeLike | None = None,
+    ) -> None:
+        initial = nnx.initializers.lecun_normal(in_axis=-1, out_axis=range(len(outputs)))
+        self.kernel = nnx.Param(initial(rngs.params(), (*outputs, inputs), dtype))
+        self.bias = nnx.Param(jnp.zeros(outputs, dtype)) if bias else None
+        self.accumulate = accumulate
+
+    def __call__(self, x: Float[Array, "*N C"]) -> Float[Array, "*N M"]:
+        """Returns `[*N, *outputs]`."""
+        dtype = jnp.promote_types(x.dtype, self.kernel[...].dtype)
+        x, kernel = x.astype(dtype), self.kernel[...].astype(dtype)
+        axes = ((x.ndim - 1,), (kernel.ndim - 1,)), ((), ())
+        out = jax.lax.dot_general(x, kernel, axes, preferred_element_type=self.accumulate)
+        if self.bias is None:
+            return out
+        return out + jnp.expand_dims(self.bias[...].astype(out.dtype), range(x.ndim - 1))
+
+
 class Attention(nnx.Module):
     """Projections around `kvjax.attend`.
+
+    Queries, keys and values are one product. For each KV head, its kernel `[H, (G + 2) · D, C]` has
+    the rows of its G query heads, of its key and of its value, so that a mesh divides it by heads.
 
     Args:
       config: configuration of the decoder.
@@ -75,13 +119,13 @@ class Attention(nnx.Module):
         biased = config.attention_bias
         output_biased = biased if config.output_bias is None else config.output_bias
 
-        def linear(inputs: int, outputs: int, bias: bool) -> nnx.Linear:
-            return nnx.Linear(inputs, outputs, use_bias=bias, param_dtype=dtype, rngs=rngs)
-
-        self.q_proj = linear(config.hidden_size, queries, biased)
-        self.k_proj = linear(config.hidden_size, keys, biased)
-        self.v_proj = linear(config.hidden_size, keys, biased)
-        self.o_proj = linear(queries, config.hidden_size, output_biased)
+        rows = (config.query_heads // config.kv_heads + 2) * config.head_dim
+        self.qkv_proj = Linear(
+            config.hidden_size, config.kv_heads, rows, bias=biased, dtype=dtype, rngs=rngs
+        )
+        self.o_proj = Linear(
+            queries, config.hidden_size, bias=output_biased, dtype=dtype, rngs=rngs
+        )
         if config.qk_norm is not None:
             per_head = config.qk_norm == "head"
             self.q_norm = RMSNorm(config, config.head_dim if per_head else queries, dtype)
@@ -133,23 +177,29 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B T C"]
     ) -> tuple[Float[Array, "B Q T D"], Float[Array, "B H T D"], Float[Array, "B H T D"]]:
         """Returns queries, keys and values of `x`, not rotated."""
-        k = self._normed_heads(self.k_proj(x), "k_norm")
-        return self.queries(x), k, self._heads(self.v_proj(x))
+        rows = self.qkv_proj(x)  # [B, T, H, (G + 2) · D]
+        key, value = rows.shape[-1] - 2 * self.head_dim, rows.shape[-1] - self.head_dim
+        q, k, v = jnp.split(rows, (key, value), axis=-1)
+        return self._heads(q, "q_norm"), self._heads(k, "k_norm"), self._heads(v)
 
     def queries(self, x: Float[Array, "B T C"]) -> Float[Array, "B Q T D"]:
-        """Returns the queries of `x` alone, not rotated."""
-        return self._normed_heads(self.q_proj(x), "q_norm")
+        """Returns the queries of `x` alone, not rotated.
 
-    def _normed_heads(self, projected: Float[Array, "B T N"], norm: str) -> Float[Array, "B N T D"]:
+        The product is that of keys and values too: to read the rows of queries alone, they would
+        have to be copied first.
+        """
+        return self.project(x)[0]
+
+    def _heads(
+        self, projected: Float[Array, "B T H N"], norm: str | None = None
+    ) -> Float[Array, "B N T D"]:
         """Splits heads and normalises them together, each alone, or not at all."""
-        if self.qk_norm == "width":
-            projected = getattr(self, norm)(projected)
-        heads = self._heads(projected)
-        return getattr(self, norm)(heads) if self.qk_norm == "head" else heads
-
-    def _heads(self, projected: Float[Array, "B T N"]) -> Float[Array, "B N T D"]:
         split = projected.reshape(*projected.shape[:2], -1, self.head_dim)
-        return split.transpose(0, 2, 1, 3)
+        if norm is not None and self.qk_norm == "width":
+            wide = split.reshape(*split.shape[:2], -1)
+            split = getattr(self, norm)(wide).reshape(split.shape)
+        heads = split.transpose(0, 2, 1, 3)
+        return getattr(self, norm)(heads) if norm is not None and self.qk_norm == "head" else heads
 
     def merge(self, out: Float[Array, "B Q T D"]) -> Float[Array, "B T C"]:
         """Joins the heads' outputs and projects them to the residual stream."""
@@ -158,17 +208,16 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Gated MLP: `down(activation(gate(x)) * up(x))`."""
+    """Gated MLP: `down(activation(gate(x)) * up(x))`.
+
+    Gate and up are one product, whose kernel is `[2, I, C]`.
+    """
 
     def __init__(self, config: DecoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
-        def linear(inputs: int, outputs: int) -> nnx.Linear:
-            bias = config.mlp_bias
-            return nnx.Linear(inputs, outputs, use_bias=bias, param_dtype=dtype, rngs=rngs)
-
+        hidden, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.activation = config.activation
-        self.gate_proj = linear(config.hidden_size, config.intermediate_size)
-        self.up_proj = linear(config.hidden_size, config.intermediate_size)
-        self.down_proj = linear(config.intermediate_size, config.hidden_size)
+        self.gate_up_proj = Linear(hidden, 2, width, bias=bias, dtype=dtype, rngs=rngs)
+        self.down_proj = Linear(width, hidden, bias=bias, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
         """Returns what the MLP adds to the residual stream."""
@@ -179,8 +228,9 @@ class MLP(nnx.Module):
         return by_token.swapaxes(0, 1)
 
     def _added(self, x: Float[Array, "*N C"]) -> Float[Array, "*N C"]:
-        gate = ACTIVATIONS[self.activation](self.gate_proj(x))
-        return self.down_proj(gate * self.up_proj(x))
+        gate_up = self.gate_up_proj(x)  # [*N, 2, I]
+        gate, up = gate_up[..., 0, :], gate_up[..., 1, :]
+        return self.down_proj(ACTIVATIONS[self.activation](gate) * up)
 
 
 class DecoderLayer(nnx.Module):

@@ -15,7 +15,7 @@ import kvjax
 from kvjax.attention.layer import Cache, check_layer_cache
 from kvjax.generation.pruning import drops_tokens, pass_on, states_at, whole_prompt
 
-from .blocks import DecoderLayer, RMSNorm, soft_capped, wants_prediction
+from .blocks import DecoderLayer, Linear, RMSNorm, soft_capped, wants_prediction
 from .config import DecoderConfig
 from .rope_scaling import RopeLengths
 
@@ -91,13 +91,8 @@ class Decoder(nnx.Module):
         )
         self.norm = RMSNorm(config, hidden, dtype)
         if not config.tie_embeddings:
-            self.lm_head = nnx.Linear(
-                hidden,
-                vocab,
-                use_bias=False,
-                param_dtype=dtype,
-                preferred_element_type=jnp.float32,
-                rngs=rngs,
+            self.lm_head = Linear(
+                hidden, vocab, bias=False, dtype=dtype, rngs=rngs, accumulate=jnp.float32
             )
 
     def __call__(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import itertools
 import math
 import os
 import re
@@ -28,7 +28,7 @@ from .gguf_tokenizer import gguf_tokenizer
 from .placement import weight_placement
 from .safetensors_files import Slices
 from .shapes import abstract_parameters
-from .tensor_names import ParameterPath, Weight
+from .tensor_names import ParameterPath, Place, Weight
 
 ShardingRule = Callable[[str, tuple[int, ...]], Sharding | None]
 """Checkpoint name and shape in the decoder → placement, None for the default device."""
@@ -102,20 +102,23 @@ def from_pretrained(
         dtype = _default_dtype(checkpoint, on_all_devices or sharding)
     graphdef, parameters = abstract_parameters(checkpoint.config, dtype)
     weights = _match(checkpoint, parameters)
-    filled = {}
+    filled: dict[ParameterPath, nnx.Variable] = {}
+    started: dict[ParameterPath, _Filling] = {}  # parameters of which a part has been read
     for name, tensor in checkpoint.read(weights):
-        file = checkpoint.tensors[name].file
-        start, transpose = 0, weights[name].transpose
-        for path in weights[name].parts:
-            shape = parameters[path].get_value().shape
-            part = _Part(
-                tensor, name, file, start, shape, transpose, jnp.dtype(dtype), allow_nonfinite
-            )
-            placement = sharding if rule is None else rule(path)
-            placement = _chosen_sharding(checkpoint.hub_names.get(name, name), shape, placement)
-            filled[path] = parameters[path].replace(_place(part, placement))
-            start += shape[-1] if transpose else shape[0]
-        tensor = part = None  # frees the tensor before the next one is read
+        stored = checkpoint.tensors[name]
+        source = _Tensor(tensor, name, stored.file, len(stored.shape) - 1, allow_nonfinite)
+        start = 0
+        for place in weights[name].parts:
+            path, variable = place.path, parameters[place.path]
+            if path not in started:
+                shape = variable.get_value().shape
+                placement = sharding if rule is None else rule(path)
+                placement = _chosen_sharding(".".join(map(str, path)), shape, placement)
+                started[path] = _Filling(shape, source.width, jnp.dtype(dtype), placement)
+            start += started[path].fill(place.rows, source, start)
+            if started[path].is_full():
+                filled[path] = variable.replace(started.pop(path).placed())
+        tensor = source = None  # frees the tensor before the next one is read
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
@@ -132,7 +135,7 @@ def _match(
     checkpoint: Checkpoint, parameters: Mapping[ParameterPath, nnx.Variable]
 ) -> dict[str, Weight]:
     """Returns tensor names to read, with their places; raises unless all are known and complete."""
-    names: dict[tuple[ParameterPath, ...], str] = {}
+    names: dict[tuple[Place, ...], str] = {}
     for name, tensor in checkpoint.tensors.items():
         if _NOT_WEIGHTS.search(name):
             continue
@@ -140,9 +143,13 @@ def _match(
         if name not in checkpoint.weights:
             raise ValueError(f"{shown} is unknown to this model type")
         weight = checkpoint.weights[name]
-        shapes = [parameters[path].get_value().shape for path in weight.parts]
-        stored = [shape[::-1] if weight.transpose else shape for shape in shapes]
-        expected = (sum(shape[0] for shape in stored), *stored[0][1:])
+        shapes = [parameters[place.path].get_value().shape for place in weight.parts]
+        width = 0 if weight.parts[0].path[-1] in ("bias", "scale") else 1
+        counts = [
+            math.prod(map(len, _leading(place.rows, shape, width)))
+            for place, shape in zip(weight.parts, shapes, strict=True)
+        ]
+        expected = (sum(counts), *shapes[0][len(shapes[0]) - width :])
         if tensor.shape != expected:
             raise ValueError(f"{shown} has shape {list(tensor.shape)}, expected {list(expected)}")
         if tensor.dtype not in checkpoint.types:
@@ -151,7 +158,7 @@ def _match(
             )
         if names.setdefault(weight.parts, name) != name:
             _check_equal(names[weight.parts], name, checkpoint)
-    names_of: dict[tuple[ParameterPath, ...], list[str]] = {}
+    names_of: dict[tuple[Place, ...], list[str]] = {}
     for name, weight in checkpoint.weights.items():
         names_of.setdefault(weight.parts, []).append(name)
     missing = [" or ".join(names_of[parts]) for parts in names_of if parts not in names]
@@ -174,43 +181,115 @@ def _check_equal(first: str, second: str, checkpoint: Checkpoint) -> None:
             )
 
 
-class _Part(NamedTuple):
-    """A parameter within a tensor of a file: rows from `start`, and its shape in the decoder."""
+class _Tensor(NamedTuple):
+    """A tensor of a file, `[rows, ...]`."""
 
-    tensor: Slices
+    slices: Slices
     name: str
     file: Path
-    start: int
-    shape: tuple[int, ...]
-    transpose: bool
-    dtype: np.dtype
+    width: int  # number of its axes beside the rows
     allow_nonfinite: bool
 
-    def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Reads the part at `index` in the decoder's orientation, cast in blocks of rows.
-
-        A transposed part is a view: JAX transposes it several times as fast as NumPy does.
+    def read(self, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+        """Reads some rows and channels, cast.
 
         Raises:
-          ValueError: the part is not finite, and must be.
+          ValueError: a number is not finite, and must be.
         """
-        ranges = [range(n)[axis] for n, axis in zip(self.shape, index, strict=True)]
-        rows, *other_axes = ranges[::-1] if self.transpose else ranges
-        part = _aligned([len(rows), *map(len, other_axes)], self.dtype)
-        rest = tuple(slice(axis.start, axis.stop) for axis in other_axes)
-        step = max(_READ_AT_ONCE // math.prod(map(len, other_axes)), 1)
-        for at in range(0, len(rows), step):
-            block = rows[at : at + step]
-            place = slice(self.start + block.start, self.start + block.stop)
-            with np.errstate(over="ignore"):  # numbers that become infinite are refused below
-                values = self.tensor[(place, *rest)].astype(self.dtype, copy=False)
-            if not self.allow_nonfinite and not _is_finite(values):
-                raise ValueError(
-                    f"tensor {self.name} of {self.file} has NaN or infinite "
-                    f"values in {self.dtype}: allow_nonfinite=True loads it as it is"
-                )
-            part[at : at + step] = values
-        return part.T if self.transpose else part
+        with np.errstate(over="ignore"):  # numbers that become infinite are refused below
+            values = self.slices[index].astype(dtype, copy=False)
+        if not self.allow_nonfinite and not _is_finite(values):
+            raise ValueError(
+                f"tensor {self.name} of {self.file} has NaN or infinite "
+                f"values in {dtype}: allow_nonfinite=True loads it as it is"
+            )
+        return values
+
+
+class _Filling:
+    """A parameter that is being read: an array on the host for each part that a device will hold.
+
+    Several tensors may fill it, such as those of queries, keys and values.
+
+    Args:
+      shape: shape of the whole parameter, `[*outputs, C]` or `[*outputs]`.
+      width: how many of its axes are not outputs: 1 or 0.
+      dtype: dtype of the parameter.
+      sharding: its placement; None: the default device, without commitment.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], width: int, dtype: np.dtype, sharding: Sharding | None
+    ) -> None:
+        self._shape, self._dtype, self._sharding = shape, dtype, sharding
+        self._rows_left = math.prod(shape[: len(shape) - width])
+        indices = [tuple(slice(0, size) for size in shape)]
+        if sharding is not None:
+            indices = list(sharding.addressable_devices_indices_map(shape).values())
+        bounds = {self._bounds(index) for index in indices}  # devices with one part share it
+        self._arrays = {
+            ranges: _aligned([stop - start for start, stop in ranges], dtype) for ranges in bounds
+        }
+
+    def _bounds(self, index: tuple[slice, ...]) -> tuple[tuple[int, int], ...]:
+        return tuple(part.indices(size)[:2] for part, size in zip(index, self._shape, strict=True))
+
+    def fill(self, rows: tuple[range, ...], tensor: _Tensor, start: int) -> int:
+        """Fills `rows` of the parameter from a tensor, from its row `start` on.
+
+        Returns:
+          How many rows of the tensor these are.
+        """
+        leading = _leading(rows, self._shape, tensor.width)
+        for bounds, array in self._arrays.items():
+            held = [range(*bound) for bound in bounds]
+            inside = [
+                range(max(part.start, axis.start), min(part.stop, axis.stop))
+                for part, axis in zip(leading, held, strict=False)
+            ]
+            rest = tuple(slice(axis.start, axis.stop) for axis in held[len(leading) :])
+            step = max(_READ_AT_ONCE // max(math.prod(map(len, held[len(leading) :])), 1), 1)
+            # The rows along the last leading axis follow each other in the tensor.
+            for outer in itertools.product(*inside[:-1]):
+                for at in range(inside[-1].start, inside[-1].stop, step):
+                    block = range(at, min(at + step, inside[-1].stop))
+                    first = start + _row((*outer, at), leading)
+                    values = tensor.read((slice(first, first + len(block)), *rest), self._dtype)
+                    place = (number - axis.start for number, axis in zip(outer, held, strict=False))
+                    from_here = block.start - held[len(outer)].start
+                    array[(*place, slice(from_here, from_here + len(block)))] = values
+        count = math.prod(map(len, leading))
+        self._rows_left -= count
+        return count
+
+    def is_full(self) -> bool:
+        """Returns whether every number has come."""
+        return self._rows_left == 0
+
+    def placed(self) -> jax.Array:
+        """Places the parameter on its devices and waits for it, so that the host keeps no other."""
+        if self._sharding is None:
+            (array,) = self._arrays.values()
+            return jax.device_put(array).block_until_ready()
+        placed = jax.make_array_from_callback(
+            self._shape, self._sharding, lambda index: self._arrays[self._bounds(index)],
+            dtype=self._dtype,
+        )  # fmt: skip
+        return placed.block_until_ready()
+
+
+def _leading(rows: tuple[range, ...], shape: tuple[int, ...], width: int) -> tuple[range, ...]:
+    """Returns what a tensor fills along the leading axes of a parameter, `width` axes left out."""
+    leading = tuple(range(size) for size in shape[: len(shape) - width])
+    return (*rows, *leading[len(rows) :])
+
+
+def _row(index: tuple[int, ...], leading: tuple[range, ...]) -> int:
+    """Returns the row of a tensor that belongs at an index of the leading axes."""
+    row = 0
+    for number, axis in zip(index, leading, strict=True):
+        row = row * len(axis) + number - axis.start
+    return row
 
 
 def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
@@ -261,23 +340,6 @@ def _chosen_sharding(
             f"{sharding}: {one_line(error)}"
         ) from error
     return sharding
-
-
-def _place(part: _Part, sharding: Sharding | None) -> jax.Array:
-    """Places a parameter on its devices and waits for it, so that the host holds only one."""
-    if sharding is None:  # the array is not committed to the default device
-        everything = tuple(slice(length) for length in part.shape)
-        return jax.device_put(part.read(everything)).block_until_ready()
-    read_once = functools.cache(
-        lambda ranges: part.read(tuple(slice(*bounds) for bounds in ranges))
-    )
-
-    def read(index: tuple[slice, ...]) -> np.ndarray:
-        """Reads the part of a device; devices with the same part share the result."""
-        return read_once(tuple(x.indices(n) for x, n in zip(index, part.shape, strict=True)))
-
-    placed = jax.make_array_from_callback(part.shape, sharding, read, dtype=part.dtype)
-    return placed.block_until_ready()
 
 
 def random_decoder(

@@ -18,15 +18,18 @@ from .tensor_names import ParameterPath
 Rule = Callable[[ParameterPath], NamedSharding]
 """A parameter's path in the decoder's state → its placement."""
 
-_INTO = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"}  # divided by output
-_OUT_OF = {"o_proj", "down_proj"}  # divided by input
+_DIVIDED = {  # by the axis "tensor": axes of a kernel, of a bias, or of the embedding
+    "qkv_proj": P(TENSOR), "o_proj": P(None, TENSOR), "gate_up_proj": P(None, TENSOR),
+    "down_proj": P(None, TENSOR), "embed": P(TENSOR), "lm_head": P(TENSOR),
+}  # fmt: skip
+_OUT_OF = {"o_proj", "down_proj"}  # divided by input, so that their biases are not
 
 
 def weight_placement(config: DecoderConfig, mesh: Mesh | AbstractMesh) -> Rule:
     """Returns a function that gives the placement of each weight of a decoder on a mesh.
 
-    The axis "tensor" divides projections by heads (queries and output by query heads, keys and
-    values by KV heads), those of the MLP by its width, and the embedding and the output projection
+    The axis "tensor" divides projections by heads (queries, keys and values by KV heads, the output
+    by query heads), those of the MLP by its width, and the embedding and the output projection
     by the vocabulary. A weight that it does not divide evenly is on all of its devices, like the
     norms. The axis "data" divides no weight.
 
@@ -46,28 +49,27 @@ def weight_placement(config: DecoderConfig, mesh: Mesh | AbstractMesh) -> Rule:
       ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
       ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128)
       >>> rule = weight_placement(config, AbstractMesh((2, 2), ("data", "tensor")))
-      >>> tuple(rule(("layers", 0, "mlp", "up_proj", "kernel")).spec)
+      >>> tuple(rule(("layers", 0, "mlp", "gate_up_proj", "kernel")).spec)
       (None, 'tensor')
     """
     mesh = check_mesh(mesh)
     tensor = mesh.shape.get(TENSOR, 1)
     units = {
-        "q_proj": config.query_heads, "o_proj": config.query_heads,
-        "k_proj": config.kv_heads, "v_proj": config.kv_heads,
-        "gate_proj": config.intermediate_size, "up_proj": config.intermediate_size,
-        "down_proj": config.intermediate_size,
+        "qkv_proj": config.kv_heads, "o_proj": config.query_heads,
+        "gate_up_proj": config.intermediate_size, "down_proj": config.intermediate_size,
         "embed": config.vocab_size, "lm_head": config.vocab_size,
     }  # fmt: skip
 
     def rule(path: ParameterPath) -> NamedSharding:
         module, name = str(path[-2]), path[-1]
-        spec = P()
-        if tensor > 1 and units.get(module, 1) % tensor == 0:
-            if module in _INTO:
-                spec = P(TENSOR) if name == "bias" else P(None, TENSOR)
-            elif module == "embed" or (module in _OUT_OF and name == "kernel"):
-                spec = P(TENSOR)
-        return NamedSharding(mesh, spec)
+        rows = (config.query_heads // config.kv_heads + 2) * config.head_dim
+        if module == "qkv_proj" and config.kv_heads % tensor and rows % tensor == 0:
+            # Parts of heads: XLA gathers them before attention, which such a mesh does not divide.
+            return NamedSharding(mesh, P(None, TENSOR))
+        divides = tensor > 1 and module in units and units[module] % tensor == 0
+        if not divides or (name == "bias" and module in _OUT_OF):
+            return NamedSharding(mesh, P())
+        return NamedSharding(mesh, _DIVIDED[module])
 
     return rule
 

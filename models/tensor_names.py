@@ -12,17 +12,28 @@ ParameterPath = tuple[str | int, ...]
 """Path of a parameter in the decoder's NNX state: `("layers", 0, "mlp", "up_proj", "bias")`."""
 
 
-class Weight(NamedTuple):
-    """Place of a checkpoint's tensor in the decoder.
+class Place(NamedTuple):
+    """Place of a part of a checkpoint's tensor: a parameter, or some of its rows.
 
     Attributes:
-      parts: parameters that the tensor holds, one after the other along its first axis. A fused
-        tensor holds several; most hold one.
-      transpose: whether the checkpoint has `[out, in]` and the decoder `[in, out]`.
+      path: path of the parameter.
+      rows: what the part fills along the parameter's leading axes, where this is not all of it. The
+        rows of the tensor follow each other in the order of these axes.
     """
 
-    parts: tuple[ParameterPath, ...]
-    transpose: bool = False
+    path: ParameterPath
+    rows: tuple[range, ...] = ()
+
+
+class Weight(NamedTuple):
+    """Places of a checkpoint's tensor in the decoder.
+
+    Attributes:
+      parts: places that the tensor fills, one after the other along its first axis. A fused tensor
+        fills several; most fill one.
+    """
+
+    parts: tuple[Place, ...]
 
 
 @dataclass(frozen=True)
@@ -63,25 +74,26 @@ class TensorNames:
           ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
           ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128)
           >>> TensorNames().weights(config)["model.layers.1.mlp.up_proj.weight"].parts
-          (('layers', 1, 'mlp', 'up_proj', 'kernel'),)
+          (Place(path=('layers', 1, 'mlp', 'gate_up_proj', 'kernel'), rows=(range(1, 2),)),)
         """
-        table = (("embed", "embedding"),)
-        head = Weight((("lm_head", "kernel"),), transpose=True)
-        weights = {f"{self.embed}.weight": Weight(table)}
+        table = Weight((Place(("embed", "embedding")),))
+        head = Weight((Place(("lm_head", "kernel")),))
+        weights = {f"{self.embed}.weight": table}
         for index in range(config.num_layers):
             layer, prefix = ("layers", index), f"{self.layers}.{index}"
             for name, norm in self.norms.items():
-                place = (*layer, *norm.split("."), "scale")
-                weights[f"{prefix}.{name}.weight"] = Weight((place,))
+                path = (*layer, *norm.split("."), "scale")
+                weights[f"{prefix}.{name}.weight"] = Weight((Place(path),))
             for name, linears in self.linears.items():
-                places = [(*layer, *linear.split(".")) for linear in linears]
-                kernels = tuple((*place, "kernel") for place in places)
-                weights[f"{prefix}.{name}.weight"] = Weight(kernels, transpose=True)
-                if _has_bias(config, linears[0]):
-                    biases = tuple((*place, "bias") for place in places)
-                    weights[f"{prefix}.{name}.bias"] = Weight(biases)
-        weights[f"{self.norm}.weight"] = Weight((("norm", "scale"),))
-        weights[f"{self.head}.weight"] = Weight(table) if config.tie_embeddings else head
+                places = [_place(linear, config) for linear in linears]
+                for kind, parameter in (("weight", "kernel"), ("bias", "bias")):
+                    if kind == "bias" and not _has_bias(config, linears[0]):
+                        continue
+                    weights[f"{prefix}.{name}.{kind}"] = Weight(
+                        tuple(Place((*layer, *path, parameter), rows) for path, rows in places)
+                    )
+        weights[f"{self.norm}.weight"] = Weight((Place(("norm", "scale")),))
+        weights[f"{self.head}.weight"] = table if config.tie_embeddings else head
         return weights
 
     def among(self, stored: Collection[str]) -> TensorNames:
@@ -119,6 +131,23 @@ def _before(name: str, stored: Collection[str]) -> str | None:
     """Returns the prefix of this name in a checkpoint; None if it is not there exactly once."""
     matches = [full for full in stored if f".{full}".endswith(f".{name}.weight")]
     return matches[0].removesuffix(f"{name}.weight") if len(matches) == 1 else None
+
+
+def _place(linear: str, config: DecoderConfig) -> Place:
+    """Returns the place of a projection within its block: several share a kernel."""
+    module, name = linear.split(".")
+    queries = config.query_heads // config.kv_heads * config.head_dim  # rows of a KV head
+    rows = {
+        "q_proj": range(queries),
+        "k_proj": range(queries, queries + config.head_dim),
+        "v_proj": range(queries + config.head_dim, queries + 2 * config.head_dim),
+    }
+    if name in rows:
+        return Place((module, "qkv_proj"), (range(config.kv_heads), rows[name]))
+    if name in ("gate_proj", "up_proj"):
+        part = int(name == "up_proj")
+        return Place((module, "gate_up_proj"), (range(part, part + 1),))
+    return Place((module, name))
 
 
 def _has_bias(config: DecoderConfig, linear: str) -> bool:

@@ -59,8 +59,12 @@ def save_pretrained(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
     for name, weight in TensorNames().weights(config).items():
         if name == "lm_head.weight":
             continue  # tied: the embedding is stored once
-        value = np.asarray(parameters[weight.parts[0]].get_value())
-        value = value.T if weight.transpose else value
+        (place,) = weight.parts
+        value = np.asarray(parameters[place.path].get_value())
+        for axis, rows in enumerate(place.rows):  # of a kernel that several projections share
+            value = value.take(rows, axis=axis)
+        if place.rows:
+            value = value.reshape(-1, value.shape[-1])
         tensors[name] = np.ascontiguousarray(value.astype(jnp.bfloat16))
     # `save_file` would make a file that only its owner can read.
     content = save(tensors, metadata={"format": "pt"})

@@ -43,8 +43,10 @@ def start_near_induction(model: Decoder, seed: int) -> None:
         down = layer.mlp.down_proj.kernel
         down.set_value(_QUIET * down[...])
         attention, basis = layer.attention, _orthogonal(rng, hidden)
-        linears = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
-        q, k, v, o = (np.array(linear.kernel[...]) for linear in linears)
+        joined = np.array(attention.qkv_proj.kernel[...])  # [H, (G + 2) · D, C]
+        parts = np.split(joined, (group * dim, (group + 1) * dim), axis=1)
+        q, k, v = (part.reshape(-1, hidden).T for part in parts)  # inputs before outputs, as below
+        o = np.array(attention.o_proj.kernel[...]).T
         o *= _QUIET
         for head in range(config.kv_heads):
             part = basis[:, head * dim : (head + 1) * dim]
@@ -65,8 +67,9 @@ def start_near_induction(model: Decoder, seed: int) -> None:
             else:
                 q[:, first], k[:, keys] = _MATCH * one_back.T @ part, _MATCH * two_back.T @ part
                 o[first] = _COPY * part.T
-        for linear, kernel in zip(linears, (q, k, v, o), strict=True):
-            linear.kernel.set_value(jnp.asarray(kernel, jnp.float32))
+        parts = [part.T.reshape(config.kv_heads, -1, hidden) for part in (q, k, v)]
+        attention.qkv_proj.kernel.set_value(jnp.asarray(np.concatenate(parts, 1), jnp.float32))
+        attention.o_proj.kernel.set_value(jnp.asarray(o.T, jnp.float32))
 
 
 def _nearby(model: Decoder, back: int) -> np.ndarray:
