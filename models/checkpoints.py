@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,6 @@ class Checkpoint:
       types: element types that can be read, by their names in the descriptions.
       read: `read(names)` yields the named tensors one by one, each opened for slicing, or read, at
         its turn. A tensor is valid until the next one is yielded.
-      hub_names: name of a tensor → its usual name in a Hugging Face checkpoint, if it differs.
     """
 
     config: DecoderConfig
@@ -49,7 +48,6 @@ class Checkpoint:
     weights: Mapping[str, Weight]
     types: tuple[str, ...]
     read: Callable[[Iterable[str]], Iterator[tuple[str, Slices]]]
-    hub_names: Mapping[str, str] = field(default_factory=dict)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -115,7 +113,6 @@ def _open_folder(folder: Path) -> Checkpoint:
     tensors = list_tensors(folder)
     family, config = _read_folder(folder, raw, tensors)
     weights = family.names.weights(config)
-    usual = FAMILIES[raw["model_type"]].names.weights(config)
     # Files without `dtype` or its former name `torch_dtype` have the first tensor's.
     first = next((STORED_DTYPES.get(tensor.dtype) for tensor in tensors.values()), None)
     return Checkpoint(
@@ -125,7 +122,6 @@ def _open_folder(folder: Path) -> Checkpoint:
         weights=weights,
         types=tuple(STORED_DTYPES),
         read=lambda names: open_tensors(tensors, names),
-        hub_names=dict(zip(weights, usual, strict=True)),
     )
 
 
@@ -150,10 +146,6 @@ def _open_gguf(path: Path) -> Checkpoint:
             del tensor  # frees the tensor before the next one is read
 
     weights = family.names.weights(config)
-    # Tied embeddings have two names with one place, of which the embedding's comes first.
-    usual_names: dict[tuple, str] = {}
-    for name, weight in FAMILIES[raw["model_type"]].names.weights(config).items():
-        usual_names.setdefault(weight.parts, name)
     return Checkpoint(
         config,
         dtype=raw["dtype"],
@@ -161,5 +153,4 @@ def _open_gguf(path: Path) -> Checkpoint:
         weights=weights,
         types=readable_types(),
         read=read,
-        hub_names={name: usual_names.get(weight.parts, name) for name, weight in weights.items()},
     )

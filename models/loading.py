@@ -31,7 +31,7 @@ from .shapes import abstract_parameters
 from .tensor_names import ParameterPath, Place, Weight
 
 ShardingRule = Callable[[str, tuple[int, ...]], Sharding | None]
-"""Checkpoint name and shape in the decoder → placement, None for the default device."""
+"""Path and shape of a parameter in the decoder → placement, None for the default device."""
 
 _READ_AT_ONCE = 2**19  # elements that are read, cast and checked at a time: they stay in a cache
 _ALIGNMENT = 64
@@ -65,10 +65,8 @@ def from_pretrained(
         where it is several times faster than bfloat16. Elsewhere it is the checkpoint's dtype, as
         stated in its `config.json`, and bfloat16 for a GGUF file that is quantised.
       sharding: placement of the weights: one `jax.sharding.Sharding` for all, or a function from
-        the checkpoint's tensor name and the shape in the decoder (weights of projections are
-        `[in, out]`, the transpose of the file's) to a Sharding or None. It is called for each
-        weight of a tensor that holds several. For a GGUF file, and for a folder with other prefixes
-        of names, it gets Hugging Face's usual names. None (default): the default device.
+        a parameter's path in the decoder, such as `"layers.0.mlp.gate_up_proj.kernel"`, and its
+        shape to a Sharding or None. None (default): the default device.
       mesh: devices that share the model, with axes "data" and "tensor": "tensor" divides heads, the
         MLP and the vocabulary, and `kvjax.generate` then divides rows by "data". None: no mesh.
       allow_nonfinite: whether to load weights that are NaN or infinite, in the file or once cast.
@@ -316,10 +314,10 @@ def _is_finite(block: np.ndarray) -> bool:
 def _chosen_sharding(
     name: str, shape: tuple[int, ...], sharding: Sharding | ShardingRule | None
 ) -> Sharding | None:
-    """Returns the placement of a tensor; None: the default device.
+    """Returns the placement of a parameter; None: the default device.
 
     Raises:
-      ValueError: the tensor cannot be placed there.
+      ValueError: the parameter cannot be placed there.
       TypeError: the rule returns something else.
     """
     if sharding is not None and not isinstance(sharding, Sharding):
@@ -328,7 +326,7 @@ def _chosen_sharding(
         return None
     if not isinstance(sharding, Sharding):
         raise TypeError(
-            f"sharding must return a Sharding or None, got {brief(sharding)} for tensor {name}"
+            f"sharding must return a Sharding or None, got {brief(sharding)} for parameter {name}"
         )
     try:
         if isinstance(sharding, NamedSharding) and len(sharding.spec) > len(shape):
@@ -336,7 +334,7 @@ def _chosen_sharding(
         sharding.shard_shape(shape)
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"tensor {name} of shape {list(shape)} cannot be placed as "
+            f"parameter {name} of shape {list(shape)} cannot be placed as "
             f"{sharding}: {one_line(error)}"
         ) from error
     return sharding

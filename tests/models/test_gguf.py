@@ -345,15 +345,18 @@ def test_quantised_weights(tmp_path, kind):
         for name, tensor in tensors.items()
     }
     ours = parameters(from_pretrained(path))
-    up, keys = (("layers", 1, *x, "kernel") for x in (("mlp", "up_proj"), ("attention", "k_proj")))
+    config = model.config
+    gate_up = "layers", 1, "mlp", "gate_up_proj", "kernel"
+    rows = config.num_attention_heads // config.num_key_value_heads * config.head_dim
+    keys = ours["layers", 1, "attention", "qkv_proj", "kernel"][:, rows : rows + config.head_dim]
     np.testing.assert_array_equal(ours["embed", "embedding"], state["token_embd.weight"])
-    np.testing.assert_array_equal(ours["lm_head", "kernel"], state["output.weight"].T)
-    np.testing.assert_array_equal(ours[up], state["blk.1.ffn_up.weight"].T)
+    np.testing.assert_array_equal(ours["lm_head", "kernel"], state["output.weight"])
+    np.testing.assert_array_equal(ours[gate_up][1], state["blk.1.ffn_up.weight"])
     np.testing.assert_array_equal(
-        permuted(np.asarray(ours[keys]).T, 2), state["blk.1.attn_k.weight"]
+        permuted(keys.reshape(-1, keys.shape[-1]), 2), state["blk.1.attn_k.weight"]
     )
-    rounded = parameters(from_pretrained(path, "bfloat16"))[up]
-    np.testing.assert_array_equal(rounded, ours[up].astype(rounded.dtype))
+    rounded = parameters(from_pretrained(path, "bfloat16"))[gate_up]
+    np.testing.assert_array_equal(rounded, ours[gate_up].astype(rounded.dtype))
 
 
 @pytest.mark.parametrize(

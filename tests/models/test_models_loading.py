@@ -385,7 +385,7 @@ def test_weights_that_are_not_finite(checkpoint, value, dtype, read):
     with pytest.raises(ValueError, match=rf"{UP} of .*model\.safetensors has NaN or inf.*{dtype}"):
         from_pretrained(folder, dtype)
     model = from_pretrained(folder, dtype, allow_nonfinite=True)
-    last = np.asarray(model.layers[0].mlp.up_proj.kernel.get_value(), np.float32)[-1, -1]
+    last = np.asarray(model.layers[0].mlp.gate_up_proj.kernel.get_value(), np.float32)[1, -1, -1]
     np.testing.assert_array_equal(last, read)
 
 
@@ -400,7 +400,7 @@ def test_sharding(saved):
 
     def rule(name, shape):
         asked[name] = shape
-        fits = len(shape) == 2 and shape[1] % len(jax.devices()) == 0
+        fits = len(shape) > 1 and shape[1] % len(jax.devices()) == 0
         return columns if fits else None
 
     expected = from_pretrained(saved[False][0])
@@ -409,8 +409,9 @@ def test_sharding(saved):
     assert {leaf.sharding for leaf in jax.tree.leaves(nnx.state(model))} == {replicated}
     model = from_pretrained(saved[False][0], sharding=rule)
     assert_equal(model, expected)
-    assert model.layers[1].mlp.up_proj.kernel.get_value().sharding == columns
-    assert (asked[UP], asked[TABLE], len(asked)) == ((32, 48), (97, 32), len(parameters(model)))
+    assert model.layers[1].mlp.gate_up_proj.kernel.get_value().sharding == columns
+    assert asked["layers.0.mlp.gate_up_proj.kernel"] == (2, 48, 32)
+    assert asked["embed.embedding"] == (97, 32) and len(asked) == len(parameters(model))
 
 
 def test_wrong_shardings_are_refused(saved):
@@ -419,8 +420,12 @@ def test_wrong_shardings_are_refused(saved):
     deep = NamedSharding(mesh, PartitionSpec(None, None, "model"))
     for sharding, error, message in (
         ("model", TypeError, "sharding must be a Sharding, a function or None"),
-        (deep, ValueError, r"tensor \S+ of shape \[.*\] cannot be placed as Named"),
-        (lambda *_: "model", TypeError, "must return a Sharding or None, got 'model' for tensor"),
+        (deep, ValueError, r"parameter \S+ of shape \[.*\] cannot be placed as Named"),
+        (
+            lambda *_: "model",
+            TypeError,
+            "must return a Sharding or None, got 'model' for parameter",
+        ),
     ):
         with pytest.raises(error, match=message):
             load(sharding=sharding)
@@ -456,11 +461,11 @@ plain = from_pretrained(folder / "model")
 parts.clear()
 model = from_pretrained(folder / "model", sharding=rule)
 same(model, plain)
-kernel = model.layers[0].mlp.up_proj.kernel.get_value()
+kernel = model.layers[0].mlp.gate_up_proj.kernel.get_value()
 assert kernel.sharding == NamedSharding(first, P(None, "tensor")), kernel.sharding
-assert kernel.addressable_shards[0].data.shape == (32, 12)
+assert kernel.addressable_shards[0].data.shape == (2, 12, 32)
 # Four parts of a quarter each, not one for each device, and never the whole.
-assert parts.count((12, 32)) == 4 * 2 * 2 and (48, 32) not in parts, parts
+assert parts.count((2, 12, 32)) == 4 * 2 and (2, 48, 32) not in parts, parts
 
 with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(folder / "checkpoint", nnx.state(model))

@@ -24,10 +24,8 @@ def mlp_of() -> MLP:
 
 def reference(mlp: MLP, x: np.ndarray) -> np.ndarray:
     """`down(silu(gate(x)) * up(x))` in float64."""
-    gate, up, down = (
-        np.asarray(linear.kernel[...], np.float64)
-        for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    )
+    gate, up = np.asarray(mlp.gate_up_proj.kernel[...], np.float64).transpose(0, 2, 1)
+    down = np.asarray(mlp.down_proj.kernel[...], np.float64).T
     x = x.astype(np.float64)
     gated = x @ gate
     return (gated / (1 + np.exp(-gated)) * (x @ up)) @ down

@@ -265,8 +265,9 @@ def decoder():
     model = random_decoder(CONFIG, seed=3)
     scale = jnp.linspace(0.5, 2.0, CONFIG.hidden_size)
     for layer, block in enumerate(model.layers):
-        block.attention.q_proj.kernel[...] *= 2.0
-        block.attention.q_proj.bias[...] += 0.3
+        joined, queries = block.attention.qkv_proj, 2 * CONFIG.head_dim  # rows of a KV head
+        joined.kernel[...] = joined.kernel[...].at[:, :queries].multiply(2.0)
+        joined.bias[...] = joined.bias[...].at[:, :queries].add(0.3)
         block.attention_norm.scale[...] *= jnp.roll(scale, 5 * layer)
     return model
 
