@@ -16,9 +16,11 @@ from tests.compose.test_conformance import CASES, COVERING, SELECTING
 from tests.references.attention import softmax_attention
 from tests.support import attending
 from tests.support.attending import (
+    HEAD_DIM,
     INV_FREQ,
     KV_HEADS,
     OPTIONS,
+    QUERY_HEADS,
     Tokens,
     attended,
     decoded,
