@@ -17,10 +17,12 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from kvjax.models import checkpoints, from_pretrained, read_config
+from kvjax.models.gguf_architectures import ARCHITECTURES
 from kvjax.models.gguf_header import read_header
 from kvjax.models.gguf_tensors import read_gguf_tensors
 from kvjax.models.rope_scaling import attention_factor
 from tests.models.family_cases import LONG, NAMED, SHORT, SLIDING, THETA, YARN
+from tests.models.test_models_loading import placed_before
 from tests.support.decoders import assert_equal, parameters
 from tests.support.gguf_models import (
     WITH_ONE,
@@ -378,13 +380,14 @@ def test_dtype_of_a_device_that_is_no_cpu(changed, plain, monkeypatch, types, ex
 
 def test_the_host_holds_one_tensor_and_the_device_nothing_but_weights(plain, monkeypatch):
     before = jax.live_arrays()
-    read, host, device = [], [], []
+    read, names_read, host, device = [], [], [], []
 
     def watched(header, names):
         for name, tensor in read_gguf_tensors(header, names):
             host.append(sum(earlier() is not None for earlier in read))
             device.append(len(jax.live_arrays()) - len(before))
             read.append(weakref.ref(tensor))
+            names_read.append(name)
             yield name, tensor
             del tensor
 
@@ -392,9 +395,9 @@ def test_the_host_holds_one_tensor_and_the_device_nothing_but_weights(plain, mon
     monkeypatch.setattr(jax, "device_put", lambda tensor, where=None: put(np.array(tensor), where))
     monkeypatch.setattr(checkpoints, "read_gguf_tensors", watched)
     model = from_pretrained(plain[0])
-    assert len(parameters(model)) == len(read)
     assert host == [0] * len(read)
-    assert device == list(range(len(read)))
+    weights = ARCHITECTURES["llama"].names.weights(model.config)
+    assert device == placed_before(weights, names_read)
 
 
 def test_large_tensors_are_dequantised_in_parts(tmp_path):
@@ -406,18 +409,6 @@ def test_large_tensors_are_dequantised_in_parts(tmp_path):
     expected = gguf.dequantize(gguf.quantize(rows, Type.Q8_0), Type.Q8_0)
     assert (name, read.dtype) == ("table", np.float32)
     np.testing.assert_array_equal(read, expected)
-
-
-def test_a_sharding_rule_is_asked_with_hugging_faces_names(pair):
-    def asked(path):
-        names = set()
-        from_pretrained(path, sharding=lambda name, shape: names.add((name, shape)))
-        return names
-
-    folder, file = map(asked, pair("phi3", "phi3", TIED, phi3))
-    assert {name for name, _ in folder ^ file} <= {"lm_head.weight", "model.embed_tokens.weight"}
-    assert ("model.layers.1.self_attn.qkv_proj.weight", (32, 16)) in file
-    assert ("model.embed_tokens.weight", (97, 32)) in file
 
 
 # What is refused
