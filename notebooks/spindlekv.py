@@ -63,6 +63,7 @@ if "kvjax" not in installed:
 import jax
 
 import kvjax
+import kvjax.evaluation
 
 print(f"kvjax {kvjax.__version__}, jax {jax.__version__}: {jax.devices()}")
 if shutil.which("nvidia-smi") and jax.default_backend() == "cpu":

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
+import kvjax.evaluation
 from kvjax import ClusterKV, Offload, chain
 from kvjax.attention.prompt import begin
 from kvjax.storage.offload.payload import HOST_MEMORY, memory_kinds
