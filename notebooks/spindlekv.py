@@ -63,7 +63,6 @@ if "kvjax" not in installed:
 import jax
 
 import kvjax
-import kvjax.evaluation
 
 print(f"kvjax {kvjax.__version__}, jax {jax.__version__}: {jax.devices()}")
 if shutil.which("nvidia-smi") and jax.default_backend() == "cpu":
@@ -174,6 +173,8 @@ plt.show()
 
 # %%
 import jax.numpy as jnp
+
+import kvjax.evaluation
 
 full = kvjax.read(model, [prompt], max_new=16)
 small = kvjax.read(model, [prompt], transform=kvjax.SpindleKV(0.5, capacity=0.5), max_new=16)
