@@ -15,7 +15,6 @@ from kvjax.rope import Rope
 MOST_COUNT = 2**31 - 1
 """The largest count that fits into the int32 of positions and slots."""
 
-
 _MOST_NUMBER = float(np.finfo(np.float32).max)  # larger numbers are infinite on a device
 
 

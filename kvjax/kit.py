@@ -22,12 +22,7 @@ from kvjax.protocol import (
     Wrapper,
     accumulated_attention,
 )
-from kvjax.transforms.held_budget import (
-    HeldBudget,
-    PromptBudget,
-    decoding_budget,
-    decoding_extent,
-)
+from kvjax.transforms.held_budget import HeldBudget, PromptBudget, decoding_budget, decoding_extent
 from kvjax.transforms.snapkv import by_query_head, window_attention
 
 __all__ = [

@@ -174,6 +174,8 @@ plt.show()
 # %%
 import jax.numpy as jnp
 
+import kvjax.evaluation
+
 full = kvjax.read(model, [prompt], max_new=16)
 small = kvjax.read(model, [prompt], transform=kvjax.SpindleKV(0.5, capacity=0.5), max_new=16)
 figure, axes = plt.subplots(figsize=(7.2, 2.4))

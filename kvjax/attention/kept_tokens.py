@@ -6,10 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from kvjax.attention.layer import Cache, check_caches, layer_caches
-from kvjax.protocol import (
-    PASSED,
-    Extent,
-)
+from kvjax.protocol import PASSED, Extent
 
 
 def kept_tokens(cache: Cache) -> Int[Array, "B T"]:

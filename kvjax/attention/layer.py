@@ -15,13 +15,7 @@ from kvjax.cache.payload import Payload
 from kvjax.cache.slots import KVCache, check_not_stacked
 from kvjax.compose.chain import parts_of
 from kvjax.devices import Placement
-from kvjax.protocol import (
-    AttentionOptions,
-    KVTransform,
-    Stage,
-    State,
-    takes_part,
-)
+from kvjax.protocol import AttentionOptions, KVTransform, Stage, State, takes_part
 from kvjax.rope import Rope
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.core
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
@@ -155,6 +155,18 @@ def rope_specs(rope: Rope | None, rows: str | None) -> Rope | None:
 def sinks_specs(options: AttentionOptions, heads: Any) -> AttentionOptions:
     """Divides the sinks of an attention by its heads."""
     return jax.tree.map(lambda _: P(heads), options)
+
+
+def divided_among(cache: Cache, mesh: Mesh | AbstractMesh | None, kv_heads: int) -> Cache:
+    """Returns a layer's cache as one for a mesh, as `init_cache(mesh=)` makes it.
+
+    Args:
+      cache: of one layer, arrays or shapes.
+      mesh: the devices; None: one device.
+      kv_heads: of the layer.
+    """
+    placement = Placement.of(mesh, kv_heads, divisible=isinstance(cache, Part))
+    return map_parts(lambda part: dataclasses.replace(part, placement=placement), cache)
 
 
 def placed(cache: Cache) -> Cache:

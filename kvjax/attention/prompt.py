@@ -18,14 +18,7 @@ from kvjax.attention.call import (
     query_heads,
     query_positions,
 )
-from kvjax.attention.layer import (
-    Cache,
-    LayerCache,
-    QueryWindow,
-    Reading,
-    kept_rope,
-    map_parts,
-)
+from kvjax.attention.layer import Cache, LayerCache, QueryWindow, Reading, kept_rope, map_parts
 from kvjax.cache.rearrange import closed, compact, opened, widen
 from kvjax.cache.slots import append
 from kvjax.compose.chain import parts_of, state_of_parts, states_of_parts

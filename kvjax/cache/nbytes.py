@@ -31,7 +31,7 @@ def memory_bytes(tree) -> dict[str, int]:
       tree: arrays as a call returns them, not shapes.
 
     Example:
-      >>> import kvjax
+      >>> import kvjax, kvjax.evaluation
       >>> size = {"batch": 1, "kv_heads": 2, "head_dim": 16, "max_prompt": 64, "max_new": 8}
       >>> kvjax.evaluation.memory_bytes(kvjax.init_cache(kvjax.Full(), **size))
       {'device': 19748}

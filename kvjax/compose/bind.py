@@ -10,11 +10,7 @@ from kvjax.compose.ring import Ring
 from kvjax.compose.walks import chosen, inner_transforms, walk
 from kvjax.compose.wrappers import Everywhere, HeadGroups, by_head_groups
 from kvjax.messages import brief
-from kvjax.protocol import (
-    KVTransform,
-    Stage,
-    check_transform,
-)
+from kvjax.protocol import KVTransform, Stage, check_transform
 
 
 def bind(

@@ -64,7 +64,7 @@ class Chain(KVTransform):
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, State]:
         """Makes every part's columns and state.
 
-        Parts that select come first: a stored form and `Offload` ask how many rows they read.
+        Parts that select come first, since `Offload` asks how many rows a selection has.
         """
         states: list[State] = [()] * len(self.parts)
         order = sorted(range(len(self.parts)), key=lambda i: self.parts[i].stage != Stage.RECALL)

@@ -8,10 +8,7 @@ from dataclasses import dataclass
 
 from kvjax.compose.chain import Chain, chain, joined_parts, regrouped
 from kvjax.compose.wrappers import Everywhere, HeadGroups, PerLayer, by_head_groups
-from kvjax.protocol import (
-    Full,
-    KVTransform,
-)
+from kvjax.protocol import Full, KVTransform
 
 
 def walk(transform: KVTransform) -> Iterator[KVTransform]:

@@ -52,7 +52,7 @@ def reserve_ratio(layers: Sequence[LayerCache], tokens: Int[Array, " B"]) -> Res
       TypeError: a cache has no codebook.
 
     Example:
-      >>> import jax.numpy as jnp, kvjax
+      >>> import jax.numpy as jnp, kvjax, kvjax.evaluation
       >>> rope = kvjax.Rope(jnp.ones(4))
       >>> tx = kvjax.Codebook(capacity=4)
       >>> cache = kvjax.init_cache(tx, batch=1, kv_heads=2, head_dim=8, max_prompt=16, max_new=0,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,13 +13,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from kvjax.attention.layer import Cache, LayerCache, layer_caches, map_parts
-from kvjax.attention.parts import cache_specs
+from kvjax.attention.layer import Cache, LayerCache, layer_caches
+from kvjax.attention.parts import cache_specs, divided_among
 from kvjax.checks import check_count
 from kvjax.compose.bind import bind
 from kvjax.compose.walks import map_methods
-from kvjax.compose.wrappers import HeadGroups
-from kvjax.devices import DATA, Placement, check_mesh
+from kvjax.devices import DATA, check_mesh
 from kvjax.generation.calibration import WithCalibration
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.prompt_pass import CacheSize, cache_shapes
@@ -181,20 +179,17 @@ def _cache_bytes(
     """Returns the bytes of all layers' caches on one device."""
     total = Bytes(0, 0, 0)
     known: dict[int, tuple[Cache, Bytes]] = {}  # by the cache's id; the cache keeps that id alive
-    for cache, transform in zip(cache_shapes(model, layers, size), layers, strict=True):
+    for cache in cache_shapes(model, layers, size):
         # Layers that are alike share one value.
         if id(cache) not in known:
-            placement = Placement.of(
-                mesh, size.kv_heads, divisible=not isinstance(transform, HeadGroups)
-            )
-            known[id(cache)] = cache, _layer_bytes(cache, placement)
+            on_mesh = divided_among(cache, mesh, size.kv_heads)
+            known[id(cache)] = cache, _layer_bytes(on_mesh)
         total = total.plus(known[id(cache)][1])
     return total
 
 
-def _layer_bytes(cache: Cache, placement: Placement | None) -> Bytes:
+def _layer_bytes(cache: Cache) -> Bytes:
     """Returns the bytes of a layer's cache on one device of its placement."""
-    cache = map_parts(lambda part: dataclasses.replace(part, placement=placement), cache)
     parts = map(_part_bytes, layer_caches(cache))
     return Bytes(*map(sum, zip(*parts, strict=True)))
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-import kvjax
 from kvjax.attention.layer import Cache, Reading, layer_caches
+from kvjax.protocol import Extent, KVTransform
 
 
 def whole_prompt(caches: tuple[Cache, ...], phase: str, last: bool) -> bool:
@@ -20,12 +20,13 @@ def whole_prompt(caches: tuple[Cache, ...], phase: str, last: bool) -> bool:
     return phase == "prompt" and last and not later_chunk
 
 
-def drops_tokens(layer: kvjax.KVTransform, cache: Cache) -> bool:
-    """Returns whether a layer's transform passes only some prompt tokens to the next layer."""
-    if isinstance(cache, tuple):  # each head group would pass on other tokens
-        return False
-    extent = kvjax.kit.Extent(cache.kv.max_prompt, cache.kv.max_new)
-    return layer.extent(extent).passed is not None
+def drops_tokens(layer: KVTransform, cache: Cache) -> bool:
+    """Returns whether a layer's transform passes only some prompt tokens to the next layer.
+
+    `HeadGroups` pass on all: each group would pass on other tokens.
+    """
+    kv = layer_caches(cache)[0].kv
+    return layer.extent(Extent(kv.max_prompt, kv.max_new)).passed is not None
 
 
 def pass_on(

@@ -58,7 +58,7 @@ class ReadOnce:
       TypeError, ValueError: as `kvjax.read`, for any of the methods.
 
     Example:
-      >>> import kvjax
+      >>> import kvjax, kvjax.evaluation
       >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
       >>> model = random_decoder(DecoderConfig(
       ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=1, query_heads=4,

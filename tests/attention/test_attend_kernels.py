@@ -75,7 +75,7 @@ SOME_SLOW = some_slow(TRANSFORMS, *(TRANSFORMS[number] for number in (1, 6, 10))
 
 
 def held(cache):
-    """What is left, what that has become, and the attention that it received."""
+    """Returns what is left of the slots, their content, and the attention that they received."""
     kept = []
     for kv in (x.kv for x in layer_caches(cache)):
         rows = (jnp.where(kv.live[..., None], x.read(), 0) for x in (kv.k, kv.v))

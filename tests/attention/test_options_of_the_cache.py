@@ -96,7 +96,7 @@ def test_a_prompt_leaves_the_structure_of_a_cache(name):
 @pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
 @pytest.mark.parametrize("name", names(["every(snapkv)", "clusterkv", "late"], "every(snapkv)"))
 def test_a_restored_cache_goes_on_as_the_saved_one(name, sinks, tmp_path):
-    """With the sinks and the rope of its prompt, which a flush has to know."""
+    """A flush has to know the sinks and the rope of the prompt."""
     transform = (METHODS | LATE)[name]
     _, cache = prompt(transform, new_cache(transform, **OPTIONS), sinks=sinks)
 

@@ -27,16 +27,7 @@ from tests.compose.test_conformance import (
     standard,
     tokens,
 )
-from tests.support.attending import (
-    Tokens,
-    decode,
-    flushed,
-    new_cache,
-    parts,
-    prompt,
-    right,
-    run,
-)
+from tests.support.attending import Tokens, decode, flushed, new_cache, parts, prompt, right, run
 from tests.support.marks import some_slow
 from tests.support.tolerances import close
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
+import kvjax.evaluation
 from kvjax import Everywhere, HeadGroups, InfiniGen, PerLayer, Quantize, SnapKV, chain, plot
 from kvjax.compose.walks import walk
 from kvjax.generation.calibration import WithCalibration

@@ -32,7 +32,7 @@ CALLS = (PROMPT, "prompt", True), (1, "decode", True), (1, "decode", True)
 
 
 def outputs(tx, mesh, *new):
-    """Those of a prompt and two steps, none of which changes the types of a cache."""
+    """Runs a prompt and two steps, none of which changes the types of a cache."""
     outs, caches = conversation(tx, CALLS, PROMPT, *new, mesh=mesh)
     types = [[str(jax.typeof(x)) for x in jax.tree.leaves(cache)] for cache in caches]
     assert types[0] == types[1] == types[2]

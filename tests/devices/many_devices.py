@@ -17,6 +17,7 @@ import numpy as np
 
 import kvjax
 from kvjax.attention.layer import layer_caches
+from kvjax.generation import compiler
 from kvjax.models import demo, from_pretrained, load_tokenizer
 from kvjax.storage.offload.payload import Offloaded
 

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvjax
+import kvjax.evaluation
 from kvjax.cli.main import main
 from kvjax.generation.model import as_functional
 from kvjax.generation.planning import _with_stand_ins, plan

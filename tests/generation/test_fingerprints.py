@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 import kvjax
+import kvjax.evaluation
 from kvjax.generation import fingerprints
 from kvjax.generation.fingerprints import Fingerprint, describe, describe_tokenizer, differences
 from kvjax.generation.model import FunctionalModel, as_functional

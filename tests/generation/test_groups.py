@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvjax
+import kvjax.evaluation
 from kvjax.generation import groups, prompt_pass
 from kvjax.generation.groups import row_groups
 from kvjax.generation.model import as_functional

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
+import kvjax.evaluation
 from kvjax.generation.model import as_functional
 from tests.generation.test_context import TRANSFORMS, transform_of
 from tests.generation.test_generate import RAGGED, model

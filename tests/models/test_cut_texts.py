@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
+import kvjax.evaluation
 from kvjax.generation import decode_loop, prompt_pass
 from kvjax.generation.model import as_functional
 from kvjax.models import DecoderConfig, RopeConfig, from_pretrained, random_decoder, read_config

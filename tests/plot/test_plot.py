@@ -146,7 +146,7 @@ class Attention(kvjax.KVTransform):
 
 
 def check_recall(model, prompt, step, layer: int) -> None:
-    """That of the first step in a layer above dense ones, against the attention of the step."""
+    """Compares the first step in a layer above dense ones with the attention of the step."""
     context = kvjax.read(model, [prompt], transform=Attention(), max_new=4)
     context = kvjax.generate(model, None, context=context, max_new_tokens=1, end_tokens=()).context
     count = len(prompt) + 1  # a token's slot is its place

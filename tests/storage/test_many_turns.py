@@ -167,8 +167,8 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "form"), some_slow(CASES, ("snapkv", "4 bits")))
 def test_what_is_encoded_stays_as_it_is(name, form):
-    """Where slots stay, in turns of one token; for ClusterKV of a whole cluster, for which it
-    always has room."""
+    """Compares turns in which slots stay: turns of one token, or for ClusterKV of a whole cluster,
+    for which it always has room."""
     if name in EVICTING:
         parts, script = (EVICTING[name], FORMS[form]), Script(turns=6, new=2, steps=1)
     else:

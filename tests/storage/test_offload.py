@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
+import kvjax.evaluation
 from kvjax import ClusterKV, Offload, chain
 from kvjax.attention.prompt import begin
 from kvjax.storage.offload.payload import HOST_MEMORY, memory_kinds
@@ -84,7 +85,7 @@ CASES = {
 
 
 def same(one, other) -> None:
-    """The same clusters, and keys and values of the same live slots."""
+    """Compares the clusters, and the keys and values of live slots."""
     mine, theirs = found(one, Clusters), found(other, Clusters)
     there = np.asarray(theirs.sizes) > 0
     for a, b in ((mine.sizes, theirs.sizes), (mine.starts, theirs.starts)):

@@ -287,7 +287,7 @@ def of_heads(options: dict, heads: slice) -> dict:
 
 
 def numbers(x) -> np.ndarray:
-    """Those of an array, which may be one of random keys."""
+    """Returns the numbers of an array, which may be one of random keys."""
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(x) if is_key else x)
 

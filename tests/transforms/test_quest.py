@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
+import kvjax.evaluation
 from kvjax.storage.offload.transform import Offload, recall_statistics
 from kvjax.transforms.quest import Pages, Quest
 from tests.references import quest as reference

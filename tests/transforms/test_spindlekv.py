@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
+import kvjax.evaluation
 from kvjax.transforms.spindlekv.schedule import SpindleBudget
 from tests.references import spindlekv
 from tests.references.codebook import paper_ratios, reserve_ratio

@@ -82,7 +82,7 @@ class Offload(KVTransform):
         from the method's; from `attend` and `flush`, steps that `jax.vmap` maps.
 
     Example:
-      >>> import kvjax
+      >>> import kvjax, kvjax.evaluation
       >>> tx = kvjax.chain(kvjax.ClusterKV(budget=64, dense_layers=()), kvjax.Offload())
       >>> cache = kvjax.init_cache(tx, batch=1, kv_heads=2, head_dim=16, max_prompt=2048, max_new=8)
       >>> sorted(kvjax.evaluation.memory_bytes(cache))

@@ -18,13 +18,7 @@ from kvjax.checks import check_choice, check_count
 from kvjax.decisions import Order
 from kvjax.devices import all_heads
 from kvjax.protocol import Extent, Step, View
-from kvjax.transforms.clusterkv.chunks import (
-    KMeansOptions,
-    Metric,
-    Tokens,
-    cluster,
-    cluster_chunks,
-)
+from kvjax.transforms.clusterkv.chunks import KMeansOptions, Metric, Tokens, cluster, cluster_chunks
 from kvjax.transforms.clusterkv.clusters import Clusters, of_heads
 from kvjax.transforms.clusterkv.recalled import GroupReduce, Ranking, recalled_slots
 from kvjax.transforms.random import check_seed, layer_key, uniform

@@ -23,7 +23,7 @@ from tests.support.small_comparisons import TEXT, material_of, results
 
 
 def measure_of(folder: Path, **grid) -> tuple[_Measure, tuple]:
-    """What measures the cells of a small grid, and its candidates."""
+    """Makes the measure of a small grid, and its candidates."""
     grid = {"lengths": [192], "tasks": ["needle"], **grid}
     grid = Grid.of(methods=["h2o"], budgets=[0.25], **grid)
     model = random_decoder(read_config(folder))

@@ -48,7 +48,7 @@ def compressed_nll(transform: kvjax.KVTransform, prompt: int) -> np.ndarray:
 
 
 def by_hand(transform: kvjax.KVTransform, tokens: np.ndarray, prompt: int) -> np.ndarray:
-    """What `compressed_nll` is, one call of the model per token, through caches made here."""
+    """Computes `compressed_nll` by one call of the model per token, through caches made here."""
     layers = kvjax.bind(transform, CONFIG.num_layers)
     batch, length = tokens.shape
     caches = tuple(
