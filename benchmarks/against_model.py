@@ -59,8 +59,9 @@ def work(checkout: str, model_path: str) -> None:
         # Names of kvjax are imported when they are asked for.
         transform = eval(METHODS[request["method"]], {n: getattr(kvjax, n) for n in dir(kvjax)})
         result = kvjax.generate(
-            model, [request["prompt"]], transform, max_new_tokens=request["new"], end_tokens=()
-        )
+            model, [request["prompt"]], transform=transform, max_new_tokens=request["new"],
+            end_tokens=(),
+        )  # fmt: skip
         answer = {
             "first_token": result.ttft_s, "step": result.tpot_s, "compile": result.compile_s,
             "tokens": [int(token) for token in result.tokens[0]],
