@@ -1,12 +1,13 @@
 """Generation with a whole model in this checkout against another one, and PyTorch beside both.
 
-    python benchmarks/against_model.py --other ../before --model FOLDER --text essays.txt \\
+    python benchmarks/against_model.py --torch --other ../before --model FOLDER --text essays.txt \\
         --out benchmarks/results/against_smollm2.json
 
-A process of each checkout loads the model. For each method and length of prompt, both compile
-first: `--compile-rounds` times from nothing, one process after the other. Then they generate the
-same tokens from the same prompt in turns, so that drift of the machine hits both alike. `ratio`
-divides the median of this checkout by that of the other one; below 1 this checkout is faster.
+A process of each checkout loads the model, `--load-rounds` times anew: the row `loading` has the
+seconds, and the most memory beyond what the process had before. For each method and length of
+prompt, both compile first: `--compile-rounds` times from nothing, one process after the other. Then
+they generate the same tokens from the same prompt in turns, so that drift of the machine hits both
+alike. `ratio` divides the median of this checkout by that of the other one; below 1 this checkout is faster.
 `quarters` are the quartiles of the ratios of single rounds. `same_tokens` counts how many tokens
 both generated alike before the first difference.
 
@@ -45,13 +46,18 @@ METHODS = {
 def work(checkout: str, model_path: str) -> None:
     """Answers each request, a line of JSON, by what one call of `generate` took."""
     import jax
+    from flax import nnx
 
     import kvjax
     from kvjax.models import from_pretrained
 
     if not Path(kvjax.__file__).is_relative_to(checkout):
         raise SystemExit(f"{sys.executable} imports {kvjax.__file__}, which is not in {checkout}")
+    before, start = resident("VmRSS"), time.perf_counter()
     model = from_pretrained(model_path)
+    jax.block_until_ready(nnx.state(model))
+    loading = {"seconds": time.perf_counter() - start, "peak": resident("VmHWM") - before}
+    print(json.dumps(loading), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         if request["from_nothing"]:
@@ -81,6 +87,7 @@ def work_in_torch(model_path: str) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="sdpa", **options
     ).eval()
+    print(json.dumps({}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         cache, tokens = transformers.DynamicCache(), []
@@ -97,20 +104,37 @@ def work_in_torch(model_path: str) -> None:
         print(json.dumps({**answer, "tokens": tokens}), flush=True)
 
 
+def resident(field: str) -> int:
+    """Returns a figure of this process's memory in bytes (Linux)."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in status if line.startswith(field))
+    return 1024 * int(line.split()[1])
+
+
 class Worker:
-    """A process of a checkout, or of PyTorch."""
+    """A process of a checkout, or of PyTorch; `loading` is what the model took."""
 
     def __init__(self, python: Path | str, *arguments: object) -> None:
         self.process = subprocess.Popen(
             [str(python), __file__, *map(str, arguments)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
+        self.loading = self._answer()
 
     def ask(self, **request: object) -> dict[str, Any]:
         """Sends a request and waits for its answer."""
-        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
+        return self._answer()
+
+    def end(self) -> None:
+        """Ends the process."""
+        self.process.kill()
+        self.process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
         answer = self.process.stdout.readline()
         if not answer:
             raise SystemExit("a process ended, see its message above")
@@ -152,6 +176,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=33, help="new tokens of a call")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--compile-rounds", type=int, default=3)
+    parser.add_argument("--load-rounds", type=int, default=3, help="how often both load the model")
     parser.add_argument("--torch", action="store_true", help="run PyTorch beside them")
     parser.add_argument("--out", required=False)
     args = parser.parse_args()
@@ -185,10 +210,18 @@ def main() -> None:
     weight_bytes = sum(x.size * 4 for x in jax.tree.leaves(nnx.state(model)))
     ids = load_tokenizer(args.model)(args.text.read_text(), add_special_tokens=False).input_ids
     machine = measure_machine("float32")
-    sides = {
-        "this": Worker(sys.executable, "--model", args.model, "--worker", here),
-        "other": Worker(other / ".venv/bin/python", "--model", args.model, "--worker", other),
-    }
+    pythons = {"this": (sys.executable, here), "other": (other / ".venv/bin/python", other)}
+    loading: dict[str, list[dict[str, Any]]] = {"this": [], "other": []}
+    sides: dict[str, Worker] = {}
+    for _ in range(args.load_rounds):
+        for side, (python, checkout) in pythons.items():
+            if side in sides:
+                sides.pop(side).end()
+            sides[side] = Worker(python, "--model", args.model, "--worker", checkout)
+            loading[side].append(sides[side].loading)
+    if not rows.has(method="loading"):
+        peaks = {side: min(each["peak"] for each in loads) for side, loads in loading.items()}
+        rows.add(method="loading", loading=ratio(loading, "seconds"), peak_bytes=peaks)
     if args.torch:
         sides["torch"] = Worker(sys.executable, "--model", args.model, "--worker", "torch")
     for method in args.methods:

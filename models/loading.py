@@ -54,8 +54,9 @@ def from_pretrained(
     Only safetensors and GGUF are read, never pickle, and no code of the checkpoint is run. Names,
     shapes and element types of all tensors are checked before the first one is read. Then each
     tensor is read, cast and placed before the next; no weight is ever initialised at random. Only
-    the parts of a tensor that the devices are to hold are read. So host memory has at most one
-    tensor besides the placed ones. Weights of a GGUF file are dequantised, each as a whole.
+    the parts of a tensor that the devices are to hold are read. A parameter that several tensors
+    fill is placed when the last of them has been read. So host memory has few parameters besides
+    the placed ones. Weights of a GGUF file are dequantised, each as a whole.
 
     Args:
       directory_or_hub_id: a folder with `config.json` and `model.safetensors` (or an index and its
