@@ -7,9 +7,9 @@ A process of each checkout loads the model, `--load-rounds` times anew: the row 
 seconds, and the most memory beyond what the process had before. For each method and length of
 prompt, both compile first: `--compile-rounds` times from nothing, one process after the other. Then
 they generate the same tokens from the same prompt in turns, so that drift of the machine hits both
-alike. `ratio` divides the median of this checkout by that of the other one; below 1 this checkout is faster.
-`quarters` are the quartiles of the ratios of single rounds. `same_tokens` counts how many tokens
-both generated alike before the first difference.
+alike. `ratio` divides the median of this checkout by that of the other one; below 1 this checkout
+is faster. `quarters` are the quartiles of the ratios of single rounds. `same_tokens` counts how
+many tokens both generated alike before the first difference.
 
 PyTorch (`--torch`, where transformers and torch are installed) reads the same weights with
 `scaled_dot_product_attention` and the full cache. The floors are the time to read the weights and
