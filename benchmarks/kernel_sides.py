@@ -214,7 +214,7 @@ def codebook(shape: Shape, x: Inputs, names: Names) -> Iterator[Side]:
 
 
 def prompt(shape: Shape, x: Inputs, names: Names) -> Iterator[Side]:
-    """Attention of a prompt's newest queries, by cuDNN too where they are all; column sums."""
+    """Attention of a prompt's newest queries, sums and maxima of columns; by cuDNN if all query."""
     q, position = queries(shape)
     tokens, scale = q.shape[3], shape.channels**-0.5
     pairs = tokens * (shape.tokens - tokens) + tokens * (tokens + 1) // 2
@@ -223,9 +223,6 @@ def prompt(shape: Shape, x: Inputs, names: Names) -> Iterator[Side]:
 
     def attend(q, *rest, implementation):
         return pk.prompt_attention(q, *rest, scale=scale, implementation=implementation)[0]
-
-    def sums(q, *rest, implementation):
-        return pk.column_sums(q, *rest, scale=scale, implementation=implementation)
 
     given, options = (q, x.k, x.v, x.bias, *places), {"queries": tokens}
     yield from both(names, "prompt_attention", attend, *given, operations=2 * work, **options)
@@ -236,7 +233,9 @@ def prompt(shape: Shape, x: Inputs, names: Names) -> Iterator[Side]:
     known = {"scale": scale, "implementation": names[0]}
     lse = jax.jit(functools.partial(pk.prompt_attention, **known))(*given)[1]
     given = q, x.k, x.bias, lse, *places
-    yield from both(names, "column_sums", sums, *given, operations=work, **options)
+    for operation in (pk.column_sums, pk.column_maxima):
+        call, name = functools.partial(operation, scale=scale), operation.__name__
+        yield from both(names, name, call, *given, operations=work, **options)
 
 
 def causal(q: jax.Array, x: Inputs, calls: int) -> Run:

@@ -8,7 +8,7 @@ and a named one never falls back.
 from pallas_kernels.attention.codebook import codebook_attention
 from pallas_kernels.attention.decode import decode_attention
 from pallas_kernels.attention.gather import gather_attention
-from pallas_kernels.attention.prompt import column_sums, prompt_attention
+from pallas_kernels.attention.prompt import column_maxima, column_sums, prompt_attention
 from pallas_kernels.attention.quantized import quantized_attention
 from pallas_kernels.attention.rotation import Turn
 from pallas_kernels.formats.bits import (
@@ -43,6 +43,7 @@ __all__ = [
     "codebook_attention",
     "codebook_logits",
     "codebook_mix",
+    "column_maxima",
     "column_sums",
     "decode_attention",
     "dequantise_groups",

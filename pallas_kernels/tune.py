@@ -16,6 +16,7 @@ from pathlib import Path
 
 import jax
 
+from pallas_kernels.attention.prompt_kernel import REDUCTIONS
 from pallas_kernels.attention.tuning import Attention
 from pallas_kernels.base.dispatch import OLDEST_GPU, default_device, gpu_capability
 from pallas_kernels.base.tiles import PATH, Tile, generation, table
@@ -31,10 +32,13 @@ WORKS: dict[str, tuple[Work, ...]] = {
     "quantized_attention": (Attention(1, 131_072, "int8"), Attention(16, 32_768, "4 bits")),
     "codebook_attention": (Attention(1, 65_536, "codebook"), Attention(16, 16_384, "codebook")),
     "prompt_attention": (Attention(1, 8192, queries=8192), Attention(1, 32_768, queries=4096)),
-    "column_sums": tuple(
-        Attention(1, slots, queries=queries, sums=True)
-        for slots, queries in ((8192, 8192), (32_768, 4096))
-    ),
+    **{
+        operation: tuple(
+            Attention(1, slots, queries=queries, columns=operation)
+            for slots, queries in ((8192, 8192), (32_768, 4096))
+        )
+        for operation in REDUCTIONS
+    },
     # Chunks of ClusterKV with 16 tokens per cluster, and chunks of Chelsea.
     "best_match": (Grouping(1, 65_536, 1024, 64), Grouping(1, 65_536, 256)),
     # Chunks of ClusterKV, and all keys of a head at once.

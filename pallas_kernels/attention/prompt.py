@@ -1,16 +1,22 @@
-"""Attention of a prompt over a cache, and the column sums of its softmax.
+"""Attention of a prompt over a cache, and the sums and maxima of its softmax's columns.
 
-Both operations take slots in any order: positions decide what a query sees. Neither ever holds more
-than one block of logits for each program that runs.
+All operations take slots in any order: positions decide what a query sees. None of them ever holds
+more than one block of logits for each program that runs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention.decode import check_rows
-from pallas_kernels.attention.prompt_blocks import attention_by_blocks, sums_by_blocks
-from pallas_kernels.attention.prompt_kernel import attention_by_kernel, sums_by_kernel
+from pallas_kernels.attention.prompt_blocks import (
+    attention_by_blocks,
+    maxima_by_blocks,
+    sums_by_blocks,
+)
+from pallas_kernels.attention.prompt_kernel import attention_by_kernel, columns_by_kernel
 from pallas_kernels.base.dispatch import choose_implementation
 from pallas_kernels.base.tiles import tile_of
 
@@ -125,16 +131,80 @@ def column_sums(
       >>> column_sums(q, k, bias, lse, at[0], at, scale=1.0).round(4).tolist()
       [[[[1.5, 0.5]]]]
     """
+    args = q, k, bias, lse, query_position, key_position
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    return _columns("column_sums", sums_by_blocks, args, options, implementation)
+
+
+def column_maxima(
+    q: Float[Array, "B H G T D"],
+    k: Float[Array, "B H S D"],
+    bias: Float[Array, "B H S"],
+    lse: Float[Array, "B H G T"],
+    query_position: Int[Array, "B T"],
+    key_position: Int[Array, "B H S"],
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "B H G S"]:
+    """Finds the largest attention probability that each slot receives, in O(S) memory.
+
+    `maxima[s] = max_t exp(logit[t, s] - lse[t])`, with logits as in `prompt_attention`, over the
+    queries that see the slot; 0 for a slot that none sees. Padding queries count for nothing. The
+    log-sum-exps may be over more slots than these, which then are some columns of a larger softmax.
+
+    Programs of the kernel are those of `column_sums`.
+
+    Args:
+      lse: log-sum-exps of the queries' logits.
+      q, k, bias, query_position, key_position, scale, window, soft_cap, implementation: as in
+        `prompt_attention`.
+
+    Returns:
+      The maxima, float32.
+
+    Raises:
+      ValueError: shapes that do not fit each other; an unknown implementation, or one that the
+        GPU is too old for.
+
+    References:
+      KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, arXiv 2505.23416,
+      whose score is the largest of these maxima over the query heads of a KV head.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import column_maxima, prompt_attention
+      >>> q, k, at = jnp.zeros((1, 1, 1, 2, 4)), jnp.zeros((1, 1, 2, 4)), jnp.array([[[0, 1]]])
+      >>> bias = jnp.zeros((1, 1, 2))
+      >>> _, lse = prompt_attention(q, k, None, bias, at[0], at, scale=1.0)
+      >>> column_maxima(q, k, bias, lse, at[0], at, scale=1.0).round(4).tolist()
+      [[[[1.0, 0.5]]]]
+    """
+    args = q, k, bias, lse, query_position, key_position
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    return _columns("column_maxima", maxima_by_blocks, args, options, implementation)
+
+
+def _columns(
+    operation: str,
+    by_blocks: Callable[..., Array],
+    args: tuple[Array, ...],
+    options: dict[str, float | None],
+    implementation: str | None,
+) -> Float[Array, "B H G S"]:
+    """Checks the arguments of `column_sums` or `column_maxima` and computes it."""
+    q, k, bias, lse, query_position, key_position = args
     chosen = choose_implementation(implementation, k)
     _check(q, k, None, bias, query_position, key_position)
     if lse.shape != q.shape[:-1]:
         raise ValueError(f"lse must have shape {q.shape[:-1]}, got {lse.shape}")
-    args = q, k, bias, lse, query_position, key_position
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
-    if chosen != "xla":
-        interpret = chosen == "interpret"
-        return sums_by_kernel(*args, tile=tile_of("column_sums"), interpret=interpret, **options)
-    return sums_by_blocks(*args, **options)
+    if chosen == "xla":
+        return by_blocks(*args, **options)
+    return columns_by_kernel(
+        *args, operation, tile=tile_of(operation), interpret=chosen == "interpret", **options
+    )
 
 
 def _check(q, k, v, bias, query_position, key_position) -> None:

@@ -1,8 +1,8 @@
-"""The XLA reference of a prompt's attention and of its column sums: loops over blocks.
+"""The XLA reference of a prompt's attention, column sums and maxima: loops over blocks.
 
-Neither ever holds more than one block of logits. Blocks before the first and after the last that a
-query may see are skipped at run time. On a GPU, the device alone knows the bounds of these loops.
-XLA runs loops from the host, so it waits for the device before each block.
+None of them ever holds more than one block of logits. Blocks before the first and after the last
+that a query may see are skipped at run time. On a GPU, the device alone knows the bounds of these
+loops. XLA runs loops from the host, so it waits for the device before each block.
 """
 
 from __future__ import annotations
@@ -119,6 +119,44 @@ def sums_by_blocks(
     sums = jnp.moveaxis(sums, 0, 3).reshape(*q.shape[:3], -1)
     tail = bias.shape[-1] - (blocks.num_key - 1) * blocks.key_size
     return jnp.concatenate((sums[..., : -blocks.key_size], sums[..., -tail:]), axis=-1)
+
+
+def maxima_by_blocks(
+    q: Float[Array, "B H G T D"],
+    k: Float[Array, "B H S D"],
+    bias: Float[Array, "B H S"],
+    lse: Float[Array, "B H G T"],
+    query_position: Int[Array, "B T"],
+    key_position: Int[Array, "B H S"],
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> Float[Array, "B H G S"]:
+    """Computes `column_maxima` block by block."""
+    blocks = _Blocks.of(q, bias, query_position, key_position, window)
+    lse = blocks.split_queries(_pad(lse, blocks.queries, 3, -jnp.inf))
+    mask_and_scale = functools.partial(masked_logits, scale=scale, window=window, soft_cap=soft_cap)
+
+    def key_block(j):
+        k_j, *slot_data = blocks.key(j, k)
+
+        def query_block(i, top):
+            q_i, position_i = blocks.query(i)
+            logits = mask_and_scale(q_i, k_j, slot_data[0], slot_data[1], position_i)
+            row_lse = finite_or_zero(entry_of(lse, i))[..., None]
+            log_p = logits.reshape(*row_lse.shape[:-1], blocks.key_size) - row_lse
+            return jnp.maximum(top, log_p.max(3))
+
+        start = jnp.full((*q.shape[:3], blocks.key_size), -jnp.inf, jnp.float32)
+        start = varying(start, k, lse, *blocks[:5])
+        # The largest probability is that of the largest logarithm: one exponential for each slot.
+        return jnp.exp(jax.lax.fori_loop(*blocks.queries_of_key(j), query_block, start))
+
+    maxima = jax.lax.map(key_block, jnp.arange(blocks.num_key))  # [J, B, H, G, key_size]
+    maxima = jnp.moveaxis(maxima, 0, 3).reshape(*q.shape[:3], -1)
+    tail = bias.shape[-1] - (blocks.num_key - 1) * blocks.key_size
+    return jnp.concatenate((maxima[..., : -blocks.key_size], maxima[..., -tail:]), axis=-1)
 
 
 class _Blocks(NamedTuple):

@@ -1,4 +1,4 @@
-"""A prompt's attention by the attention kernel, and the kernel that sums its columns.
+"""A prompt's attention by the attention kernel, and the kernel that reduces its columns.
 
 Before a kernel starts, positions tell which tiles of queries and blocks of slots meet, in an array
 of the number of tiles times that of blocks. A program goes through all blocks from the first to the
@@ -8,6 +8,7 @@ last that it meets: slots may be in any order, but a prompt's are mostly in that
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -65,7 +66,22 @@ def attention_by_kernel(
     return out, lse
 
 
-# --- column sums ----------------------------------------------------------------------------------
+# --- column sums and maxima -----------------------------------------------------------------------
+
+
+class _Reduction(NamedTuple):
+    """How an operation reduces the log-probabilities of a slot, `logit - lse` of each query."""
+
+    start: float
+    add: Callable[[Array, Array], Array]  # adds a tile `[R, N]` of them to those before
+    end: Callable[[Array], Array]  # `[R, N]` to `[N]`
+
+
+REDUCTIONS = {
+    "column_sums": _Reduction(0.0, lambda sums, x: sums + jnp.exp(x), lambda sums: sums.sum(0)),
+    # The largest probability is that of the largest logarithm: one exponential for each slot.
+    "column_maxima": _Reduction(-jnp.inf, jnp.maximum, lambda top: jnp.exp(top.max(0))),
+}
 
 
 class _Refs(NamedTuple):
@@ -79,7 +95,7 @@ class _Refs(NamedTuple):
     bias: Array
     position: Array
     k: Array
-    sums: Array
+    out: Array
 
 
 class _Plan(NamedTuple):
@@ -90,15 +106,17 @@ class _Plan(NamedTuple):
     block: int  # slots of a program
     slots: int
     mask: Mask
+    reduction: _Reduction
 
 
-def sums_by_kernel(
+def columns_by_kernel(
     q: Float[Array, "B H G T D"],
     k: Float[Array, "B H S D"],
     bias: Float[Array, "B H S"],
     lse: Float[Array, "B H G T"],
     query_position: Int[Array, "B T"],
     key_position: Int[Array, "B H S"],
+    operation: str,
     *,
     scale: float,
     window: int | None,
@@ -106,38 +124,38 @@ def sums_by_kernel(
     tile: Tile,
     interpret: bool,
 ) -> Float[Array, "B H G S"]:
-    """Computes `column_sums` by a kernel; a program takes a query head and a block of slots."""
+    """Computes an operation of `REDUCTIONS`; a program takes a query head and a block of slots."""
     batch, heads, group, tokens, channels = q.shape
     slots = k.shape[2]
-    sums = jax.ShapeDtypeStruct((batch, heads, group, slots), jnp.float32)
+    out = jax.ShapeDtypeStruct((batch, heads, group, slots), jnp.float32)
     if not q.size or not slots:
-        return jnp.zeros(sums.shape, sums.dtype)
+        return jnp.zeros(out.shape, out.dtype)
     query_bytes = row_bytes(channels, k.dtype)
     rows, block = tile.rows(query_bytes, tokens), tile.block(channels * k.dtype.itemsize, slots)
     met = meets(query_position, bias, key_position, window, rows, block)
     first, end = hull(met, 2)
     mask = Mask(scale, window, soft_cap)
-    plan = _Plan(rows, tokens, block, slots, mask)
+    plan = _Plan(rows, tokens, block, slots, mask, REDUCTIONS[operation])
     # Query heads are the first axis of the grid: heads that run at the same time share the keys.
     row, head, query_head = (1,), (1, 2), (1, 2, 0)
     axes = _Refs(row, query_head, query_head, (1, 2, 3), (1, 2, 3), head, head, head, query_head)
-    arrays = _Refs(query_position, q.astype(k.dtype), lse, first, end, bias, key_position, k, sums)
+    arrays = _Refs(query_position, q.astype(k.dtype), lse, first, end, bias, key_position, k, out)
     specs = [program_part(x, axis) for x, axis in zip(arrays, axes, strict=True)]
     return route.pallas_call(
         functools.partial(_kernel, plan=plan),
         grid=(group, batch, heads, pl.cdiv(slots, block)),
         in_specs=specs[:-1],
         out_specs=specs[-1],
-        out_shape=sums,
+        out_shape=out,
         num_warps=tile.warps,
         num_stages=tile.stages_of(query_bytes),
         interpret=interpret,
-        name="column_sums",
+        name=operation,
     )(*arrays[:-1])
 
 
 def _kernel(*refs, plan: _Plan):
-    """Sums a block of slots over the tiles of queries that may see any of its slots."""
+    """Reduces a block of slots over the tiles of queries that may see any of its slots."""
     refs = _Refs(*refs)
     slot = pl.program_id(3) * plan.block + jnp.arange(plan.block, dtype=jnp.int32)
     there = slot < plan.slots
@@ -146,16 +164,16 @@ def _kernel(*refs, plan: _Plan):
     live = live_slots(mass, position)
     keys = load_rows(refs.k, slot, live, SMALLEST).T
 
-    def add(i, sums):
+    def add(i, reduced):
         token = i * plan.rows + jnp.arange(plan.rows, dtype=jnp.int32)
         is_token = token < plan.tokens
         query_position = route.load(refs.query_position.at[token], mask=is_token, other=NOWHERE)
         lse = route.load(refs.lse.at[token], mask=is_token, other=NOTHING)
         products = dot(load_rows(refs.q, token, is_token, SMALLEST), keys)
         logits = mask_tile(products, mass, position, live, query_position, plan.mask)
-        return sums + jnp.exp(logits - finite_or_zero(lse)[:, None])
+        return plan.reduction.add(reduced, logits - finite_or_zero(lse)[:, None])
 
-    # The sum over a tile's queries goes across threads, so it is taken once, after the loop.
-    sums = jnp.zeros((plan.rows, plan.block), jnp.float32)
-    sums = jax.lax.fori_loop(refs.first[...], refs.end[...], add, sums).sum(0)
-    route.store(refs.sums.at[slot], sums, mask=there)
+    # A tile's queries are reduced across threads, so this is done once, after the loop.
+    start = jnp.full((plan.rows, plan.block), plan.reduction.start, jnp.float32)
+    reduced = jax.lax.fori_loop(refs.first[...], refs.end[...], add, start)
+    route.store(refs.out.at[slot], plan.reduction.end(reduced), mask=there)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention.forms import Rows, codebook_rows, dense_rows, quantized_rows
 from pallas_kernels.attention.kernel import Slots, split_attention
-from pallas_kernels.attention.prompt_kernel import attention_by_kernel, sums_by_kernel
+from pallas_kernels.attention.prompt_kernel import attention_by_kernel, columns_by_kernel
 from pallas_kernels.attention.rotation import Turn
 from pallas_kernels.base.tiles import Tile
 from pallas_kernels.formats.bits import Encoded
@@ -27,7 +27,8 @@ class Attention(NamedTuple):
       form: form of keys and values: "dense", "int8", "4 bits" or "codebook".
       listed: number of slots that are gathered; None: all are read.
       queries: number of queries, at the newest positions; more than one are a prompt's.
-      sums: whether a prompt's column sums are measured instead of its attention.
+      columns: the operation on columns that is measured instead of a prompt's attention:
+        "column_sums" or "column_maxima".
       heads, group, channels, dtype: KV heads, query heads of each, channels and dtype of rows.
     """
 
@@ -36,7 +37,7 @@ class Attention(NamedTuple):
     form: str = "dense"
     listed: int | None = None
     queries: int = 1
-    sums: bool = False
+    columns: str | None = None
     heads: int = 8
     group: int = 4
     channels: int = 128
@@ -103,15 +104,15 @@ class Attention(NamedTuple):
         self, q: jax.Array, k, v, slots: Slots, query, frequencies,
         *, tile: Tile, interpret: bool = False,
     ) -> jax.Array:  # fmt: skip
-        """Returns outputs, or column sums `[B, H, G, S]`."""
+        """Returns outputs, or what columns are reduced to, `[B, H, G, S]`."""
         options = {
             "scale": q.shape[-1] ** -0.5, "window": None, "soft_cap": None, "tile": tile,
             "interpret": interpret,
         }  # fmt: skip
         places = query, slots.position
-        if self.sums:  # their time does not depend on the log-sum-exps
+        if self.columns is not None:  # their time does not depend on the log-sum-exps
             lse = jnp.zeros(q.shape[:-1], jnp.float32)
-            return sums_by_kernel(q, k, slots.bias, lse, *places, **options)
+            return columns_by_kernel(q, k, slots.bias, lse, *places, self.columns, **options)
         if self.queries > 1:
             return attention_by_kernel(q, k, v, slots.bias, *places, **options)[0]
         turn = None if frequencies is None else Turn(frequencies, slots.position)

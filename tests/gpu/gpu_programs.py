@@ -445,12 +445,14 @@ def _prompt_kernels(heads: Heads) -> Iterator[Program]:
         )  # fmt: skip
 
     attend = functools.partial(ops.prompt_attention, **OPTIONS)
-    sums = functools.partial(ops.column_sums, **OPTIONS)
     rest = bias, query, position
     yield program("attention", "split_attention", attend, (q, store, store, *rest))
     last = struct((1, 16), "int32")
     yield program("log-sum-exps", "split_attention", alone, (few, store, bias, last, position))
-    yield program("column sums", "column_sums", sums, (q, store, bias, lse, query, position))
+    for columns in (ops.column_sums, ops.column_maxima):
+        name = columns.__name__
+        reduce = functools.partial(columns, **OPTIONS)
+        yield program(name, name, reduce, (q, store, bias, lse, query, position))
 
 
 def chunk(

@@ -1,4 +1,4 @@
-"""Attention of prompts and column sums by XLA and by kernels, against float64."""
+"""Attention of prompts, column sums and column maxima by XLA and by kernels, against float64."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import kvjax
-from pallas_kernels import column_sums, prompt_attention
+from pallas_kernels import column_maxima, column_sums, prompt_attention
 from pallas_kernels.attention import prompt_blocks
 from pallas_kernels.base import tiles
 from pallas_kernels.base.seen_blocks import hull, meets
+from tests.references.column_maxima import column_maxima as reference
 from tests.support import attention_cases
 from tests.support.attention_cases import Case, Shape, use_small_tiles
 from tests.support.implementations import EVERY, KERNELS, each_way
@@ -54,31 +55,35 @@ def run(operation, args, **options):
     return attention_cases.run(functools.partial(operation), args, **options)
 
 
-def sums(case, expected, implementation):
-    """Column sums, given the log-sum-exps that are right."""
-    lse = jnp.asarray(expected[1], jnp.float32)
-    args = (case.q, case.k, case.bias, lse, case.query, case.position)
-    return run(column_sums, args, **case.options, implementation=implementation)
+REDUCED = {column_sums: np.sum, column_maxima: np.max}
+
+
+def columns(operation, case, lse, implementation):
+    """What an operation makes of the columns, given the log-sum-exps that are right."""
+    args = (case.q, case.k, case.bias, jnp.asarray(lse, jnp.float32), case.query, case.position)
+    return run(operation, args, **case.options, implementation=implementation)
 
 
 def check(case, implementation):
-    """Output, log-sum-exps with and without values, and column sums against float64."""
+    """Output, log-sum-exps with and without values, and reduced columns against float64."""
     expected = case.expected()
     call = functools.partial(run, prompt_attention, **case.options, implementation=implementation)
     out, lse = call(case.args)
     none, alone = call((case.q, case.k, None, *case.args[3:]))
-    found = sums(case, expected, implementation)
-    assert out.dtype == case.v.dtype and lse.dtype == found.dtype == jnp.float32
+    assert out.dtype == case.v.dtype and lse.dtype == jnp.float32
     close(out, expected[0], case.kind, "output")
     close(lse, expected[1], case.kind, "log-sum-exp")
     assert none is None
     close(alone, lse, "rounding", "log-sum-exp without values")
-    close(found, expected[2].sum(3), case.kind, "column sums")
     blind = expected[2].sum(-1) == 0
     assert (np.asarray(out, np.float32)[blind] == 0).all()
     assert (np.asarray(lse)[blind] == -np.inf).all()
     unseen = expected[2].sum(3) == 0
-    assert (np.asarray(found)[unseen] == 0).all(), "what nobody sees gets exactly nothing"
+    for operation, reduce in REDUCED.items():
+        found = columns(operation, case, expected[1], implementation)
+        assert found.dtype == jnp.float32
+        close(found, reduce(expected[2], axis=3), case.kind, operation.__name__)
+        assert (np.asarray(found)[unseen] == 0).all(), "what nobody sees gets exactly nothing"
 
 
 NAMED = {str(shape): (shape,) for shape in SHAPES}
@@ -106,6 +111,33 @@ def test_queries_in_any_order_and_padding_between_them(implementation, one_part)
     check(case, implementation)
 
 
+@pytest.mark.parametrize("implementation", EVERY)
+def test_maxima_of_some_columns_of_a_larger_softmax(implementation, one_part):
+    """A document's slots, looked up by a repetition that sees itself, too, in two chunks."""
+    case, document = Case(Shape(group=2, tokens=30, options={"soft_cap": 2.0})), 19
+    lse = case.expected()[1]
+    part = [np.asarray(x)[:, :, :document] for x in (case.k, case.bias, case.position)]
+    k, bias, position = part
+    found = []
+    for chunk in (slice(0, 13), slice(13, None)):
+        args = (
+            case.q[..., chunk, :], k, bias, jnp.asarray(lse[..., chunk], jnp.float32),
+            case.query[:, chunk], position,
+        )  # fmt: skip
+        found.append(run(column_maxima, args, **case.options, implementation=implementation))
+    expected = [
+        [
+            reference(
+                case.q[b, h], np.nan_to_num(k[b, h]), lse[b, h], np.asarray(case.query)[b],
+                position[b, h], bias[b, h], **case.options,
+            )
+            for h in range(2)
+        ]
+        for b in range(2)
+    ]  # fmt: skip
+    close(np.maximum(*found), np.array(expected), "reference")
+
+
 def test_a_causal_prompt_meets_half_of_its_blocks():
     """Slots in the order of positions, and a capacity of which most is free."""
     place = jnp.arange(64, dtype=jnp.int32)
@@ -130,7 +162,8 @@ def test_large_logits_do_not_overflow(implementation, one_part):
     out, lse = run(prompt_attention, case.args, **options)
     close(out, expected[0], "bfloat16")  # the logits themselves carry a rounding of 1e-7 · 1e4
     args = (case.q, case.k, case.bias, lse, case.query, case.position)
-    close(run(column_sums, args, **options), expected[2].sum(3), "bfloat16")
+    for operation, reduce in REDUCED.items():
+        close(run(operation, args, **options), reduce(expected[2], axis=3), "bfloat16")
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 1, 3, 0), (1, 2, 1, 3, 0), (1, 2, 1, 0, 5)], ids=str)
@@ -145,8 +178,9 @@ def test_without_rows_queries_or_slots_there_is_nothing(shape, implementation):
     assert out.shape == q.shape and lse.shape == q.shape[:-1] and (out == 0).all()
     none, lse = run(prompt_attention, (q, k, None, bias, query, position), **options)
     assert none is None and (lse == -np.inf).all()
-    found = run(column_sums, (q, k, bias, lse, query, position), **options)
-    assert found.shape == (batch, heads, group, slots) and (found == 0).all()
+    for operation in REDUCED:
+        found = run(operation, (q, k, bias, lse, query, position), **options)
+        assert found.shape == (batch, heads, group, slots) and (found == 0).all()
 
 
 # --- as compiled ----------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def gathered(k=KEYS, index=INDEX, tokens=SLOTS[1]):
     return [QUERY, k, KEYS, index, SLOTS[0], tokens, SLOTS[2]]
 
 
-def sums(q=QUERY, lse=LSE):
+def columns(q=QUERY, lse=LSE):
     return [q, KEYS, SLOTS[0], lse, *SLOTS[1:]]
 
 
@@ -56,8 +56,9 @@ CASES = [
      {"scale": 1.0}, r"k.entries must be \[B, 1, E, D\]"),
     (ops.prompt_attention, [QUERY, KEYS, floats(2, 2, 44, 64), *SLOTS], {"scale": 1.0},
      r"v must have shape \(2, 2, 45, 64\), got \(2, 2, 44, 64\)"),
-    (ops.column_sums, sums(lse=floats(2, 2, 2)), {"scale": 1.0},
-     r"lse must have shape \(2, 2, 1, 1\), got \(2, 2, 2\)"),
+    *((operation, columns(lse=floats(2, 2, 2)), {"scale": 1.0},
+       r"lse must have shape \(2, 2, 1, 1\), got \(2, 2, 2\)")
+      for operation in (ops.column_sums, ops.column_maxima)),
     (ops.rank_clusters, RANKED, {"group_reduce": "sum"}, "'mean', 'max'.*got 'sum'"),
     (ops.rank_clusters, [RANKED[0], floats(1, 2, 5, 3), RANKED[2]], {},
      r"centroids must have shape \(1, 2, 5, 4\), got \(1, 2, 5, 3\)"),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import tune
+from pallas_kernels.attention.prompt_kernel import REDUCTIONS
 from pallas_kernels.attention.tuning import Attention
 from pallas_kernels.base import dispatch, tiles
 from pallas_kernels.base.tiles import Tile
@@ -78,7 +79,8 @@ GROUPINGS = {
 ATTENTIONS = [
     Attention(1, 40, **ROWS), Attention(2, 40, listed=24, **ROWS), Attention(1, 40, "int8", **ROWS),
     Attention(1, 40, "4 bits", **ROWS), Attention(1, 40, "codebook", **ROWS),
-    Attention(1, 40, queries=24, **ROWS), Attention(1, 40, queries=24, sums=True, **ROWS),
+    Attention(1, 40, queries=24, **ROWS),
+    *(Attention(1, 40, queries=24, columns=operation, **ROWS) for operation in REDUCTIONS),
 ]  # fmt: skip
 
 
@@ -97,7 +99,7 @@ def test_what_is_measured_can_be_run(work):
 SMALL = {
     "decode_attention": Attention(1, 4096),
     "prompt_attention": Attention(1, 4096, queries=512),
-    "column_sums": Attention(1, 4096, queries=512, sums=True),
+    **{name: Attention(1, 4096, queries=512, columns=name) for name in REDUCTIONS},
     "best_match": GROUPINGS["pairs"],
     "kmeans": GROUPINGS["means"],
 }

@@ -22,6 +22,7 @@ from tests.references import (
     attention,
     clusterkv,
     codebook,
+    column_maxima,
     column_sums,
     hadamard,
     infinigen,
@@ -136,11 +137,14 @@ def test_attention(at, places, mass, options, expected):
     close(out[0], expected @ v, "rounding")
     arrays = (jnp.asarray(x, jnp.float32)[None, None] for x in (q, k, v, log_mass))
     where = jnp.array([at], jnp.int32), jnp.array([[places]], jnp.int32)
-    mixed, _, shares = kernels.decode_attention(*arrays, *where, scale=1.0, **options)
+    mixed, lse, shares = kernels.decode_attention(*arrays, *where, scale=1.0, **options)
     close(shares[0, 0, 0], expected, "rounding")
     close(mixed[0, 0, 0], expected @ v, "rounding")
     sums = column_sums.column_sums(q, k, at, places, log_mass, scale=1.0, **options)
     close(sums[0], np.sum(expected, 0), "rounding")
+    lse = np.asarray(lse)[0, 0]
+    largest = column_maxima.column_maxima(q, k, lse, at, places, log_mass, 1.0, **options)
+    close(largest[0], np.max(expected, 0), "rounding")
 
 
 def test_rotation():

@@ -15,7 +15,7 @@ from tests.support.implementations import KERNELS as KERNELS
 from tests.support.tolerances import close
 
 SLOTS = 45
-PROMPTS = ("prompt_attention", "column_sums")
+PROMPTS = ("prompt_attention", "column_sums", "column_maxima")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,219 @@
+"""Budgets that differ by head: a profile of a model, and the rectangles that its heads are kept in.
+
+How many of its tokens a KV head needs belongs to the model and hardly to the text. So the scores of
+a few texts tell, once and for all, how a budget is best shared among the heads of all layers. This
+runs in NumPy, before anything is traced: shapes of caches follow from it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from kvjax.budgets.layers import ROUNDING
+
+THRESHOLDS = 64  # steps of the ladder, of 12 % each at the default smallest share
+SMALLEST_SHARE = 1e-3  # smallest share of all tokens that a threshold stands for
+
+Profile = Float[np.ndarray, "N H K"]
+"""Share of the tokens of head h in layer n at step k of a ladder, from nothing (0) to all (1)."""
+
+
+class Rectangle(NamedTuple):
+    """KV heads of a layer that are kept in one array, and the slots that each of them has there."""
+
+    heads: tuple[int, ...]
+    slots: int
+
+
+def ladder(
+    scores: Sequence[Float[np.ndarray, "N H _"]],
+    steps: int = THRESHOLDS,
+    smallest: float = SMALLEST_SHARE,
+) -> Float[np.ndarray, " K"]:
+    """Returns falling thresholds above which growing shares of all scores lie.
+
+    The shares are spaced evenly in their logarithms, from `smallest` to 1: small budgets are where
+    heads differ most. Below the last threshold, minus infinity, there is no score.
+
+    Args:
+      scores: what `profile` takes.
+      steps: number of thresholds K, at least 2.
+      smallest: share of all scores above the first threshold.
+
+    Raises:
+      ValueError: scores that `profile` refuses; fewer than two steps; a share outside (0, 1).
+
+    Example:
+      >>> import numpy as np
+      >>> from kvjax.budgets.profile import ladder
+      >>> ladder([np.arange(100.0).reshape(1, 2, 50)], steps=3, smallest=0.04).tolist()
+      [95.0, 79.0, -inf]
+    """
+    scores = _checked(scores)
+    if steps < 2:
+        raise ValueError(f"a ladder has at least 2 steps, got {steps}")
+    if not 0 < smallest < 1:
+        raise ValueError(f"the smallest share must lie in (0, 1), got {smallest}")
+    falling = np.sort(np.concatenate([x.ravel() for x in scores]))[::-1]
+    above = np.floor(np.geomspace(smallest, 1, steps)[:-1] * falling.size + ROUNDING).astype(int)
+    return np.append(falling[above], -np.inf)
+
+
+def profile(
+    scores: Sequence[Float[np.ndarray, "N H _"]], thresholds: Float[np.ndarray, " K"]
+) -> Profile:
+    """Returns which share of its tokens each head has above each threshold, mean over the texts.
+
+    `table[n, h, k] = mean over texts of |{s : score[n, h, s] > threshold[k]}| / S`
+
+    A threshold is the same for all heads of all layers, so that heads with many large scores have
+    large shares.
+
+    Args:
+      scores: for each text, a score of every token in every KV head of every layer, `[N, H, S]`;
+        texts may differ in length. A score is comparable between heads, such as the largest
+        attention probability that a token receives.
+      thresholds: falling, the last one minus infinity, as `ladder` returns them.
+
+    Returns:
+      The shares, float64. They grow with k, to 1.
+
+    Raises:
+      ValueError: no text, scores that are not `[N, H, S]` with the same N and H, without a token or
+        with NaN; thresholds that do not fall to minus infinity.
+
+    Example:
+      >>> import numpy as np
+      >>> from kvjax.budgets.profile import profile
+      >>> scores = [np.array([[[0.9, 0.8, 0.1, 0.2], [0.3, 0.0, 0.1, 0.2]]])]
+      >>> profile(scores, np.array([0.5, 0.15, -np.inf])).tolist()
+      [[[0.5, 0.75, 1.0], [0.0, 0.5, 1.0]]]
+    """
+    scores, thresholds = _checked(scores), np.asarray(thresholds, np.float64)
+    falls = thresholds.ndim == 1 and thresholds.size and not (np.diff(thresholds) > 0).any()
+    if not falls or thresholds[-1] != -np.inf:
+        raise ValueError(f"thresholds must fall to minus infinity, got {thresholds.tolist()}")
+    # A score of minus infinity is above the last threshold, too: it means every token.
+    by_text = [
+        np.stack([((x > t) | (t == -np.inf)).mean(2) for t in thresholds], -1) for x in scores
+    ]
+    return np.mean(by_text, axis=0)
+
+
+def shares(table: Profile, budget: float) -> Float[np.ndarray, "N H"]:
+    """Returns the share of its tokens that each head keeps if all heads together keep a budget.
+
+    The budget lies between the mean shares of two thresholds (or between none and the first), and
+    so do each head's shares, by linear interpolation. Hence the mean of the shares is the budget;
+    no share falls when the budget grows, and all are 1 at a budget of 1.
+
+    Args:
+      table: a profile.
+      budget: share of all tokens of all heads that is kept, in (0, 1].
+
+    Raises:
+      ValueError: a budget outside (0, 1]; a table that is no profile.
+
+    Example:
+      >>> import numpy as np
+      >>> from kvjax.budgets.profile import shares
+      >>> table = np.array([[[0.5, 0.75, 1.0], [0.0, 0.5, 1.0]]])
+      >>> [shares(table, budget).tolist() for budget in (0.125, 0.25, 0.4375, 1.0)]
+      [[[0.25, 0.0]], [[0.5, 0.0]], [[0.625, 0.25]], [[1.0, 1.0]]]
+    """
+    table = np.asarray(table, np.float64)
+    if not 0 < budget <= 1:
+        raise ValueError(f"budget must lie in (0, 1], got {budget}")
+    if table.ndim != 3 or not table.size:
+        raise ValueError(f"a profile is [layers, KV heads, thresholds], got {table.shape}")
+    table = np.concatenate((np.zeros((*table.shape[:2], 1)), table), axis=2)
+    if (np.diff(table) < 0).any() or (table[..., -1] != 1).any():
+        raise ValueError("the shares of a profile must grow to 1 with the thresholds")
+    mean = table.mean((0, 1))
+    last = int(np.searchsorted(mean, budget))  # the first step whose mean is at least the budget
+    part = (budget - mean[last - 1]) / (mean[last] - mean[last - 1])
+    return (1 - part) * table[..., last - 1] + part * table[..., last]
+
+
+def rectangles(
+    shares_of_layer: Float[np.ndarray, " H"], tokens: int, *, at_most: int = 3, minimum: int = 1
+) -> tuple[Rectangle, ...]:
+    """Groups the heads of a layer so that they take the fewest slots in so few rectangles.
+
+    A head needs `max(⌊share · tokens⌋, minimum)` slots, and has as many as the largest head of its
+    rectangle. Slots in total, Σ heads · slots, are fewest for rectangles of neighbours in the order
+    of sizes, which dynamic programming finds. Among equally good ways, the one with the fewest
+    rectangles is taken, then the one whose largest rectangles have the fewest heads.
+
+    Args:
+      shares_of_layer: share of its tokens that each head keeps, in [0, 1].
+      tokens: tokens of which these are shares.
+      at_most: number of rectangles at most.
+      minimum: slots of a head at least.
+
+    Returns:
+      The rectangles, the largest slots first. Each head is in one of them.
+
+    Raises:
+      ValueError: no heads, or shares outside [0, 1]; fewer than one rectangle; a negative number of
+        tokens, or a minimum below 1.
+
+    Example:
+      >>> import numpy as np
+      >>> from kvjax.budgets.profile import rectangles
+      >>> for rectangle in rectangles(np.array([0.05, 0.9, 0.06, 0.01]), 1000, at_most=2):
+      ...     print(rectangle)
+      Rectangle(heads=(1,), slots=900)
+      Rectangle(heads=(0, 2, 3), slots=60)
+    """
+    each = np.asarray(shares_of_layer, np.float64)
+    if each.ndim != 1 or not each.size or not ((each >= 0) & (each <= 1)).all():
+        raise ValueError(
+            f"shares must be numbers in [0, 1], one for each head, got {each.tolist()}"
+        )
+    if at_most < 1 or tokens < 0 or minimum < 1:
+        raise ValueError(
+            "rectangles takes at_most >= 1, tokens >= 0 and minimum >= 1, got "
+            f"{at_most}, {tokens} and {minimum}"
+        )
+    needed = np.maximum(np.floor(each * tokens + ROUNDING).astype(int), minimum).tolist()
+    order = sorted(range(each.size), key=lambda head: (-needed[head], head))
+
+    @functools.cache
+    def best(first: int, groups: int) -> tuple[float, int, tuple[int, ...]]:
+        """The heads from `first` on in so many groups: slots in total, groups, and their ends."""
+        if first == len(order):
+            return 0, 0, ()
+        if not groups:
+            return math.inf, 0, ()
+        ways = []
+        for end in range(first + 1, len(order) + 1):
+            total, others, ends = best(end, groups - 1)
+            total += (end - first) * needed[order[first]]
+            ways.append((total, 1 + others, (end, *ends)))
+        return min(ways)
+
+    ends = best(0, min(at_most, len(order)))[2]
+    return tuple(
+        Rectangle(tuple(sorted(order[first:end])), needed[order[first]])
+        for first, end in zip((0, *ends), ends, strict=False)
+    )
+
+
+def _checked(scores: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Returns the scores in float64, or raises ValueError."""
+    scores = [np.asarray(x, np.float64) for x in scores]
+    shapes = [x.shape for x in scores]
+    if not scores or any(x.ndim != 3 or not x.size for x in scores):
+        raise ValueError(f"scores must be [layers, KV heads, tokens] of each text, got {shapes}")
+    if len({shape[:2] for shape in shapes}) > 1:
+        raise ValueError(f"all texts must have the same layers and KV heads, got {shapes}")
+    if any(np.isnan(x).any() for x in scores):
+        raise ValueError("scores must be numbers, got NaN")
+    return scores
