@@ -20,6 +20,7 @@ from .generation.context_files import load_context, save_context
 from .generation.decode_loop import Generation
 from .generation.generate import generate, read, stream
 from .generation.model import FunctionalModel, LanguageModel, LayeredModel, ModelParts
+from .generation.repetition import Repetition
 from .generation.sampling import Sampling
 from .protocol import Full, KVTransform
 from .registry import parse, register, unparse
@@ -36,6 +37,7 @@ from .transforms.infinigen.infinigen import InfiniGen
 from .transforms.infinigen.projections import InfiniGenCalibration
 from .transforms.kvcrush.kvcrush import KVCrush
 from .transforms.kvmerger.kvmerger import KVMerger
+from .transforms.kvzip.kvzip import KVzip
 from .transforms.pyramidinfer.pyramidinfer import PyramidInfer
 from .transforms.pyramidkv import PyramidKV
 from .transforms.quest import Quest
@@ -64,6 +66,7 @@ __all__ = [
     "KVCrush",
     "KVMerger",
     "KVTransform",
+    "KVzip",
     "LanguageModel",
     "LayerBudgetEviction",
     "LayerCache",
@@ -76,6 +79,7 @@ __all__ = [
     "PyramidKV",
     "Quantize",
     "Quest",
+    "Repetition",
     "Ring",
     "Rope",
     "Sampling",

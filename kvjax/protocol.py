@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 State = Any
 """What a transform carries beside the slots: a pytree of arrays that never index by slot."""
 
-Phase = Literal["prompt", "decode"]
+Phase = Literal["prompt", "repetition", "decode"]
 Moment = Literal["prompt", "flush", "step"]
 GroupReduce = Literal["mean", "max", "sum"]
 
@@ -130,6 +130,9 @@ class Needs(NamedTuple):
       unrotated_keys: the cache stores keys without RoPE, rotated when they are read.
       reposition: keys are rotated at their rank among the live slots and not at their position.
       predicted_query: `View.predicted`, where a model can give it.
+      repetition: the prompt is followed by tokens that attend to it and are not stored, in the
+        phase "repetition": an instruction to repeat it, and itself once more. `Step.repetition` has
+        what its slots received from them.
       unfold: every query head has slots of its own: H is then Q, and a token's key and value are
         stored once for each query head of their KV head.
       writes_values: its decisions give slots other values, by merging or adding. Where that is in
@@ -145,6 +148,7 @@ class Needs(NamedTuple):
     unrotated_keys: bool = False
     reposition: bool = False
     predicted_query: bool = False
+    repetition: bool = False
     unfold: bool = False
     writes_values: bool = False
 
@@ -203,6 +207,10 @@ class Step:
         unless needed. They are carried across the chunks of a prompt, and under `Every` and
         `WhenFull` go on with the queries of decoding.
       query_position: their positions, -1 where there were fewer, `[B, W]`.
+      repetition: the largest attention probability that each slot received from any query of the
+        prompt's repetition, over the query heads of its KV head, `[B, H, S]` float32; None where
+        the prompt was not repeated, and at other moments.
+      length_before: tokens of each row before the prompt, `[B]`; None at other moments.
       rope: as given to `attend`; None where q and k came rotated.
       moment: `"prompt"`, `"flush"` or `"step"` (static).
       options: scale, window, soft cap and sinks of the attention.
@@ -218,6 +226,8 @@ class Step:
     keys: Float[Array, "B H S D"] | None = None
     query: Float[Array, "B Q W D"] | None = None
     query_position: Int[Array, "B W"] | None = None
+    repetition: Float[Array, "B H S"] | None = None
+    length_before: Int[Array, " B"] | None = None
     rope: Rope | None = None
     moment: Moment = field(metadata={"static": True})
     options: AttentionOptions

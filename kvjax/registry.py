@@ -23,6 +23,7 @@ from kvjax.transforms.h2o import H2O
 from kvjax.transforms.infinigen.infinigen import InfiniGen
 from kvjax.transforms.kvcrush.kvcrush import KVCrush
 from kvjax.transforms.kvmerger.kvmerger import KVMerger
+from kvjax.transforms.kvzip.kvzip import KVzip
 from kvjax.transforms.pyramidinfer.pyramidinfer import PyramidInfer
 from kvjax.transforms.pyramidkv import PyramidKV
 from kvjax.transforms.quest import Quest
@@ -36,6 +37,7 @@ METHODS: dict[str, type[KVTransform]] = {
     "streaming_llm": StreamingLLM,
     "h2o": H2O,
     "snapkv": SnapKV,
+    "kvzip": KVzip,
     "pyramidkv": PyramidKV,
     "pyramidinfer": PyramidInfer,
     "kvmerger": KVMerger,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from kvjax.attention.parts import (
     rope_specs,
     sinks_specs,
 )
-from kvjax.attention.prompt import begin, compress, read
+from kvjax.attention.prompt import begin, compress, look, read
 from kvjax.attention.step import decode
 from kvjax.cache.slots import as_positions
 from kvjax.checks import as_scale, check_array, check_choice, check_logits, check_rope
@@ -76,7 +76,10 @@ def attend(
         `rope` is given.
       positions: token positions, counted from 0, as an array or a list of lists; -1 marks padding,
         which is not stored and gives 0.
-      phase: `"prompt"` or `"decode"` (static). The number of tokens never decides.
+      phase: `"prompt"` or `"decode"` (static). The number of tokens never decides. `"repetition"`:
+        the tokens follow a prompt whose chunks had `last=False`, attend to it and to each other,
+        and are not stored, for methods that look at what a repetition of the prompt attends to
+        (`transform.needs.repetition`). The last such call has `last=True`.
       last: whether this chunk completes the prompt (static; ignored while decoding). Until then
         nothing is compressed, and a `Reading` comes back in the place of the cache, with room for
         the whole prompt: chunks of one size share one compiled function from the second on.
@@ -120,7 +123,7 @@ def attend(
       why a softmax needs them.
     """
     check_transform(transform, "attend")
-    check_choice("phase", phase, ("prompt", "decode"))
+    check_choice("phase", phase, get_args(Phase))
     tokens = Tokens(q, k, v, as_positions(positions), predicted_query)
     _check_tokens(tokens)
     check_rope(rope, q.shape[3])
@@ -129,7 +132,7 @@ def attend(
         _check_sinks(sinks, q.shape[1])
         sinks = for_keeping(jnp.asarray(sinks, jnp.float32))
     options = dataclasses.replace(options, sinks=sinks)
-    call = Call(rope, options, phase == "prompt", last, implementation)
+    call = Call(rope, options, phase, last, implementation)
     _check_cache(transform, cache, tokens, call)
     # The cache needs none: what it holds has come from an earlier call.
     tokens, call = _without_gradient((tokens, call))
@@ -202,6 +205,15 @@ def _attend_placed(
     )  # fmt: skip
 
 
+def complete(cache: Cache, implementation: str | None = None) -> Cache:
+    """Ends the prompt of a layer's readings, as `attend` does after the last tokens."""
+    end = functools.partial(map_parts, functools.partial(compress, implementation=implementation))
+    placement = placement_of(cache)
+    if placement is None:
+        return end(cache)
+    return on_each_device(end, placement, (cache,), (cache_specs(cache),), cache_specs)
+
+
 def _attend_layer(
     transform: KVTransform, cache: Cache, tokens: Tokens, call: Call
 ) -> tuple[Array, Cache]:
@@ -224,10 +236,10 @@ def _attend_rectangle(
     cache: LayerCache | Reading, tokens: Tokens, call: Call
 ) -> tuple[Array, LayerCache | Reading]:
     """Makes a decode step, or reads a chunk of a prompt, which the last one completes."""
-    if not call.prompt:
+    if call.phase == "decode":
         return decode(cache, tokens, call)
     reading = cache if isinstance(cache, Reading) else begin(cache)
-    out, reading = read(reading, tokens, call)
+    out, reading = (read if call.phase == "prompt" else look)(reading, tokens, call)
     if call.last:
         return out, compress(reading, call.implementation)
     return out, dataclasses.replace(reading, rope=for_keeping(reading.rope))
@@ -330,7 +342,11 @@ def _check_rectangle(
         raise ValueError(
             f"{transform!r} keeps keys unrotated: give attend rope= and unrotated q, k"
         )
-    if call.prompt:
+    if call.phase == "repetition":
+        _check_repetition(transform, cache)
+    elif call.phase == "prompt" and isinstance(cache, Reading) and cache.repetition is not None:
+        raise ValueError("the prompt has been repeated: it cannot go on, got phase='prompt'")
+    if call.phase != "decode":
         return
     if isinstance(cache, Reading):
         raise ValueError(
@@ -341,4 +357,15 @@ def _check_rectangle(
         raise ValueError(
             f"{transform!r} compresses or selects while decoding: give it one token a step, got "
             f"{q[2]}"
+        )
+
+
+def _check_repetition(transform: KVTransform, cache: LayerCache | Reading) -> None:
+    """Raises ValueError unless a prompt may be repeated now."""
+    if transform.needs.reposition:
+        raise ValueError(f"{transform!r} rotates keys by rank, so that no repetition can follow")
+    if not isinstance(cache, Reading):
+        raise ValueError(
+            "a repetition follows a prompt that is not complete: give the prompt's last chunk with "
+            "last=False, got phase='repetition' without one"
         )

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.payload import take_slots
 from kvjax.cache.slots import KVCache, ranks
-from kvjax.protocol import AttentionOptions, Needs
+from kvjax.protocol import AttentionOptions, Needs, Phase
 from kvjax.rope import Rope
 
 
@@ -56,14 +56,14 @@ class Call:
     Args:
       rope: rotates queries and keys; None: they come rotated.
       options: scale, window, soft cap and sinks.
-      prompt: whether the tokens are those of a prompt (static).
-      last: whether they complete it (static).
+      phase: whether the tokens are those of a prompt, of its repetition, or of a step (static).
+      last: whether they complete the prompt (static).
       implementation: of the operations in `pallas_kernels` (static).
     """
 
     rope: Rope | None
     options: AttentionOptions
-    prompt: bool = field(metadata={"static": True})
+    phase: Phase = field(metadata={"static": True})
     last: bool = field(metadata={"static": True})
     implementation: str | None = field(default=None, metadata={"static": True})
 

@@ -98,7 +98,10 @@ class Reading:
         carries is as it was before the prompt.
       stored: keys and values as they were stored before the prompt; None where they were dense.
       rows: the rows that had tokens in the prompt so far.
+      length_before: tokens of each row before the prompt.
       queries: each row's last W queries, where the transform looks at them; None otherwise.
+      repetition: the largest probability that each slot received from the prompt's repetition; None
+        where nothing has been repeated.
       rope: the last chunk's.
       options: scale, window, soft cap and sinks of its attention.
       begun: whether a chunk has been read (static).
@@ -107,7 +110,9 @@ class Reading:
     cache: LayerCache
     stored: tuple[Payload, Payload] | None
     rows: Bool[Array, " B"]
+    length_before: Int[Array, " B"]
     queries: QueryWindow | None
+    repetition: Float[Array, "B H S"] | None
     rope: Rope | None
     options: AttentionOptions
     begun: bool = field(default=True, metadata={"static": True})

@@ -50,8 +50,8 @@ def has_rows(cache: Part) -> Part:
     if isinstance(cache, Reading):
         whole, stored, queries = has_rows(cache.cache), every(cache.stored), every(cache.queries)
         return dataclasses.replace(
-            cache, cache=whole, stored=stored, rows=True, queries=queries, rope=rope,
-            options=options,
+            cache, cache=whole, stored=stored, rows=True, length_before=True, queries=queries,
+            repetition=every(cache.repetition), rope=rope, options=options,
         )  # pyright: ignore[reportArgumentType]  # fmt: skip
     kv = cache.kv
     flags = _rows_of_state(

@@ -25,8 +25,8 @@ from kvjax.compose.chain import parts_of, state_of_parts, states_of_parts
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.decisions import decide
 from kvjax.protocol import KVTransform, Stage, Step, accumulated_attention
-from pallas_kernels import column_sums, prompt_attention
-from pallas_kernels.attention.call import beside_sinks
+from pallas_kernels import column_maxima, column_sums, prompt_attention
+from pallas_kernels.attention.call import beside_sinks, join_attention
 
 
 def begin(caches: Any, *, empty: bool = False) -> Any:
@@ -47,7 +47,10 @@ def _begin(cache: LayerCache, empty: bool) -> Reading:
     if size and queries is None:
         queries = QueryWindow.empty(batch, heads * kv.group, size, kv.k.shape[3], kv.k.dtype)
     cache, rows = dataclasses.replace(cache, kv=kv, window=None), jnp.zeros(batch, bool)
-    return Reading(cache, stored, rows, queries, None, cache.options, begun=False)
+    return Reading(
+        cache, stored, rows, kv.length + 0, queries, repetition=None, rope=None,
+        options=cache.options, begun=False,
+    )  # fmt: skip
 
 
 def read(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B Q T D"], Reading]:
@@ -77,11 +80,54 @@ def read(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B 
     queries = reading.queries
     if queries is not None:
         queries = queries.add(q, positions)
-    reading = Reading(
-        dataclasses.replace(reading.cache, kv=kv), reading.stored,
-        reading.rows | (positions >= 0).any(1), queries, call.rope, call.options,
+    reading = dataclasses.replace(
+        reading, cache=dataclasses.replace(reading.cache, kv=kv), queries=queries, rope=call.rope,
+        rows=reading.rows | (positions >= 0).any(1), options=call.options, begun=True,
     )  # fmt: skip
     return out.reshape(q.shape).astype(q.dtype), reading
+
+
+def with_repetition(cache: Cache) -> Cache:
+    """Makes readings ready for a loop over the pieces of a repetition, whose carry has one type."""
+
+    def ready(reading: Reading) -> Reading:
+        kv = reading.kv
+        return dataclasses.replace(reading, repetition=jnp.zeros(kv.shape, jnp.float32))
+
+    return map_parts(ready, cache)
+
+
+def look(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B Q T D"], Reading]:
+    """Lets tokens attend to the prompt and to each other, and stores none of them.
+
+    They are a piece of the prompt's repetition: an instruction, then tokens of the prompt. Their
+    positions go on behind the prompt. Each piece sees the prompt and itself, and no other piece.
+
+    Returns:
+      The output, `[B, Q, T, D]` in the dtype of q, and the reading, in which each slot has the
+      largest probability that it received from any of these queries or from those of pieces before.
+    """
+    kv, positions, options = reading.kv, tokens.positions, call.kernel_options
+    if call.rope is not None:
+        tokens = tokens.rotated(call.rope)
+    k, v = kv.unfold(tokens.k), kv.unfold(tokens.v)
+    q = tokens.q.reshape(tokens.q.shape[0], kv.shape[1], -1, *tokens.q.shape[2:])
+    keys = kv.k.read()
+    if kv.unrotated_keys:
+        keys = call.rope.rotate(keys, kv.position)
+    to_prompt = prompt_attention(
+        q, keys, kv.v.read(), kv.log_mass, positions, kv.position, **options
+    )
+    at = jnp.broadcast_to(positions[:, None], k.shape[:3])
+    mass = jnp.where(at >= 0, 0.0, -jnp.inf)
+    to_piece = prompt_attention(q, k, v, mass, positions, at, **options)
+    out, lse, _ = join_attention([to_prompt, to_piece])
+    lse, out = beside_sinks(call.options.sinks, lse, out)
+    received = column_maxima(q, keys, kv.log_mass, lse, positions, kv.position, **options).max(2)
+    if reading.repetition is not None:
+        received = jnp.maximum(received, reading.repetition)
+    reading = dataclasses.replace(reading, repetition=received, rope=call.rope)
+    return out.reshape(tokens.q.shape).astype(tokens.q.dtype), reading
 
 
 def compress(reading: Reading, implementation: str | None = None) -> LayerCache:
@@ -100,7 +146,8 @@ def compress(reading: Reading, implementation: str | None = None) -> LayerCache:
         keys = rope.rotate(keys, key_positions(needs, kv))
     query, query_position = reading.queries or (None, None)
     step = Step(
-        rows=reading.rows, keys=keys, query=query, query_position=query_position, rope=rope,
+        rows=reading.rows, keys=keys, query=query, query_position=query_position,
+        repetition=reading.repetition, length_before=reading.length_before, rope=rope,
         moment="prompt", options=reading.options, implementation=implementation,
     )  # fmt: skip
     parts, states = parts_of(transform), states_of_parts(transform, cache.state)
@@ -108,8 +155,9 @@ def compress(reading: Reading, implementation: str | None = None) -> LayerCache:
     kv, evicting, _ = decide(parts[:first], kv, states[:first], step)
     if kv.slots != kv.capacity or first < len(parts):
         kv = compact(kv, kv.capacity, step.rows)
-    # The keys of the step are those before slots were freed: an index reads the cache's own.
-    kv, others, _ = decide(parts[first:], kv, states[first:], dataclasses.replace(step, keys=None))
+    # Keys and what slots received are those before slots were freed: an index reads the cache.
+    step = dataclasses.replace(step, keys=None, repetition=None)
+    kv, others, _ = decide(parts[first:], kv, states[first:], step)
     kv = closed(kv, reading.stored, step.rows, rope if kv.unrotated_keys else None)
     if kv.interval is not None:  # what a flush has to know of this attention
         sinks = reading.options.sinks
@@ -161,6 +209,13 @@ def _read_for(cache: LayerCache, reading: Reading, heads: Sequence[int]) -> Read
         last, position = reading.queries
         last = last[:, query, -size:].astype(queries.query.dtype)
         queries = QueryWindow(last, position[:, -size:])
-    cache = dataclasses.replace(begun.cache, kv=kv)
-    options = reading.options.of_heads(query)
-    return Reading(cache, begun.stored, reading.rows, queries, reading.rope, options)
+    repetition = reading.repetition
+    if repetition is not None:  # slots are in the order in which their tokens were appended
+        repetition = jnp.pad(
+            repetition[:, jnp.array(heads)], ((0, 0), (0, 0), (0, kv.slots - seen.slots))
+        )
+    return dataclasses.replace(
+        begun, cache=dataclasses.replace(begun.cache, kv=kv), rows=reading.rows, queries=queries,
+        repetition=repetition, rope=reading.rope, options=reading.options.of_heads(query),
+        begun=True,
+    )  # fmt: skip

@@ -54,6 +54,8 @@ def foreseen(transform: KVTransform, moment: Moment) -> Decision | None:
             keys=None if step else jnp.zeros((*cache.shape, HEAD_DIM)),
             query=jnp.zeros((1, 1, window, HEAD_DIM)) if window else None,
             query_position=jnp.zeros((1, window), jnp.int32) if window else None,
+            repetition=jnp.zeros(cache.shape) if prompt and needs.repetition else None,
+            length_before=jnp.zeros(1, jnp.int32) if prompt else None,
             moment=moment,
             options=AttentionOptions(1.0),
             room=1 if moment == "flush" else 0,

@@ -35,6 +35,7 @@ from kvjax.generation.prompt_checks import (
     end_token_array,
 )
 from kvjax.generation.prompt_pass import CacheSize
+from kvjax.generation.repetition import Repetition
 from kvjax.generation.sampling import Numbers, Sampling, most_likely
 from kvjax.generation.steps import decode_step
 from kvjax.generation.turns import begin, compile_flush, flush_all, further
@@ -237,7 +238,7 @@ class Writing:
     Args:
       streaming: whether iteration yields tokens as they come; else it yields all of them at once.
       model, prompts, transform, max_new_tokens, end_tokens, sampling, seed, context, donate,
-        on_layer, on_compile, buckets, dtype: as in `generate`.
+        on_layer, on_compile, buckets, dtype, repetition: as in `generate`.
     """
 
     def __init__(
@@ -257,6 +258,7 @@ class Writing:
         on_compile: Callable[[str], None] | None = None,
         buckets: Sequence[int] | None = None,
         dtype: DTypeLike | None = None,
+        repetition: Repetition | None = None,
     ) -> None:
         self._model = as_functional(model)
         self._mesh = mesh_of(self._model.params)
@@ -292,8 +294,9 @@ class Writing:
             size = CacheSize.of(self._model, len(prompts), max(widths), room, dtype, max_length)
             layers = bind(transform, num_layers, windows, size.max_tokens)
             context = begin(
-                self._model, prompts, widths, transform, layers, size, self._compiler, on_layer
-            )
+                self._model, prompts, widths, transform, layers, size, self._compiler, on_layer,
+                repetition=repetition,
+            )  # fmt: skip
         else:
             if transform is not None:
                 raise ValueError("a context has its own transform, got transform= as well")
@@ -303,7 +306,10 @@ class Writing:
             elif not donate:
                 context = context.copy()
             if prompts is not None:
-                context = further(self._model, context, prompts, buckets, self._compiler, on_layer)
+                context = further(
+                    self._model, context, prompts, buckets, self._compiler, on_layer,
+                    repetition=repetition,
+                )  # fmt: skip
         self._context, self._result = context, None
         # A row whose prompt is None takes no part in this call.
         self._active = np.array(

@@ -18,6 +18,7 @@ from kvjax.generation.fingerprints import Fingerprint
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.prompt_checks import Rows, as_rows, bucket, check_prompts
 from kvjax.generation.prompt_pass import CacheSize
+from kvjax.generation.repetition import Repetition
 from kvjax.generation.sampling import Sampling
 from kvjax.generation.turns import begin
 from kvjax.protocol import Full, KVTransform
@@ -36,11 +37,12 @@ def read(
     buckets: Sequence[int] | None = None,
     on_layer: Callable[[int], None] | None = None,
     on_compile: Callable[[str], None] | None = None,
+    repetition: Repetition | None = None,
 ) -> Context:
     """Reads prompts into caches that `transform` compresses, for `generate` to go on from.
 
     Args:
-      model, prompts, transform, dtype, buckets, on_layer, on_compile: as in `generate`.
+      model, prompts, transform, dtype, buckets, on_layer, on_compile, repetition: as in `generate`.
       max_prompt: most tokens of a row that are read, in this and all further turns. By default
         the padded length of this prompt, which leaves next to no room for questions.
       max_new: most tokens of a row that the model writes, all turns together.
@@ -69,7 +71,10 @@ def read(
     )
     layers = bind(transform, functional.num_layers, functional.windows, size.max_tokens)
     compiler = Compiler(on_compile)
-    context = begin(functional, prompts, widths, transform, layers, size, compiler, on_layer)
+    context = begin(
+        functional, prompts, widths, transform, layers, size, compiler, on_layer,
+        repetition=repetition,
+    )  # fmt: skip
     # A kept context needs a fingerprint, so that a later call can refuse another model.
     return dataclasses.replace(context, fingerprint=Fingerprint.of(functional))
 
@@ -124,6 +129,7 @@ def generate(
     on_compile: Callable[[str], None] | None = None,
     buckets: Sequence[int] | None = None,
     dtype: DTypeLike | None = None,
+    repetition: Repetition | None = None,
 ) -> Generation:
     """Continues prompts through a cache that `transform` compresses.
 
@@ -174,6 +180,8 @@ def generate(
       buckets: padded prompt lengths to choose from; by default the multiples of 64 up to 256, then
         four per power of two.
       dtype: of keys and values; see `init_cache`.
+      repetition: how prompts are repeated for methods that look at that (`KVzip`). None: a first
+        prompt is repeated without an instruction; a further turn is not repeated.
 
     Raises:
       TypeError, ValueError: before anything is computed: no prompts, an empty one, a token outside
@@ -194,7 +202,8 @@ def generate(
     writing = Writing(
         model, prompts, transform=transform, max_new_tokens=max_new_tokens, end_tokens=end_tokens,
         sampling=sampling, seed=seed, context=context, donate=donate, on_layer=on_layer,
-        on_compile=on_compile, buckets=buckets, dtype=dtype, streaming=on_tokens is not None,
+        on_compile=on_compile, buckets=buckets, dtype=dtype, repetition=repetition,
+        streaming=on_tokens is not None,
     )  # fmt: skip
     for new_tokens in writing:
         if on_tokens is not None:

@@ -14,11 +14,12 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from kvjax.attention.attend import complete
 from kvjax.attention.init_cache import init_cache
 from kvjax.attention.kept_tokens import kept_tokens
 from kvjax.attention.layer import Cache, layer_caches, map_parts
 from kvjax.attention.parts import mesh_of_cache, placed
-from kvjax.attention.prompt import begin
+from kvjax.attention.prompt import begin, with_repetition
 from kvjax.attention.rows import put_rows, take_rows
 from kvjax.budgets.layers import layers_of
 from kvjax.checks import floating
@@ -28,6 +29,7 @@ from kvjax.generation.compiler import Compiler
 from kvjax.generation.groups import Group, joined
 from kvjax.generation.model import FunctionalModel
 from kvjax.generation.pruning import drops_tokens, pass_on, states_at
+from kvjax.generation.repetition import Pieces
 from kvjax.protocol import AttentionOptions, KVTransform
 
 T = TypeVar("T")
@@ -106,6 +108,7 @@ def read_prompt(
     compiler: Compiler,
     on_layer: Callable[[int], None] | None = None,
     last: bool = True,
+    repetitions: Sequence[Pieces] | None = None,
 ) -> tuple[Float[Array, "B V"], tuple[Cache, ...]]:
     """Returns the logits of each row's last token, and the caches that hold the prompt.
 
@@ -119,6 +122,7 @@ def read_prompt(
         model that does not show its parts, after the whole prompt.
       last: whether this ends the prompt, so that the caches are compressed; else they are readings,
         as in `attend`.
+      repetitions: the repetition of each group's prompts; None: they are not repeated.
     """
     sizes: list[CacheSize | None] = [None] * len(groups)
     start: Any = [caches] * len(groups)
@@ -128,7 +132,8 @@ def read_prompt(
             compiler.compile("the caches", ("states", size), states_of_layers, layers, size)
         start = [states_of_layers(layers, size) for size in sizes]
     read = _read_whole_model if model.parts is None else _read_by_layer
-    logits, new_caches = read(model, layers, groups, sizes, start, compiler, on_layer, last)
+    pieces = [None] * len(groups) if repetitions is None else repetitions
+    logits, new_caches = read(model, layers, groups, sizes, start, compiler, on_layer, last, pieces)
     if groups[0].rows is None:
         return logits[0], new_caches
     batch = layer_caches(new_caches)[0].kv.shape[0]
@@ -146,8 +151,11 @@ def _read_by_layer(
     compiler: Compiler,
     on_layer: Callable[[int], None] | None,
     last: bool,
+    repetitions: Sequence[Pieces | None],
 ) -> tuple[list[Array], tuple[Cache, ...]]:
     """Reads a prompt layer by layer, for a model that shows its parts.
+
+    A layer reads the repetition of the prompt right after the prompt, before it is compressed.
 
     Args:
       sizes: the sizes of each group's new caches; None: the groups go on from caches of all rows.
@@ -157,18 +165,25 @@ def _read_by_layer(
       The logits of each group, and the caches of all rows.
     """
     parts, mesh = model.parts, mesh_of(model.params)
-    passing, new_caches = [], []  # passing: the states and positions that enter the next layer
-    for group in groups:
-        x = compiler.run(
-            "the embedding", ("embed", group.tokens.shape), _embed,
-            parts.embed, mesh, model.params, group.tokens, group.positions,
-        )  # fmt: skip
-        passing.append((x, group.positions))
+    # What enters the next layer: the states of a prompt, their positions, and its repetition's.
+    passing, new_caches = [], []
+    for group, pieces in zip(groups, repetitions, strict=True):
+        states = [
+            tokens if tokens is None else compiler.run(
+                "the embedding", ("embed", tokens.tokens.shape), _embed,
+                parts.embed, mesh, model.params, tokens.tokens, tokens.positions,
+            )
+            for tokens in (group, pieces)
+        ]  # fmt: skip
+        passing.append((states[0], group.positions, states[1]))
     for layer, layer_params in enumerate(parts.split(model.params)):
         block, transform, attention = parts.blocks[layer], layers[layer], model.attention(layer)
         group_caches, cache = [], start[0][layer]
         for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
-            x, positions = passing[number]
+            x, positions, x_repeated = passing[number]
+            repeated = None
+            if x_repeated is not None:
+                repeated = x_repeated, repetitions[number].positions
             # Each group of an earlier turn's cache writes its rows into the same cache.
             states_or_cache = cache if size is None else start[number][layer]
             rows = group.rows if size is None else None
@@ -176,9 +191,9 @@ def _read_by_layer(
             *passing[number], cache = jax.block_until_ready(
                 compiler.run(
                     f"the prompt pass of layer {layer + 1} of {len(layers)}",
-                    (block, transform, attention, x.shape), _read_layer,
+                    (block, transform, attention, x.shape, repeated is None), _read_layer,
                     block, transform, size, attention, last, layer_params, x, positions,
-                    states_or_cache, rows,
+                    states_or_cache, rows, repeated,
                 )
             )  # fmt: skip
             group_caches.append(cache)
@@ -190,7 +205,7 @@ def _read_by_layer(
             "the logits", ("head", x.shape), _last_logits,
             parts.head, mesh, model.params, x, positions, group.positions,
         )
-        for group, (x, positions) in zip(groups, passing, strict=True)
+        for group, (x, positions, _) in zip(groups, passing, strict=True)
     ]  # fmt: skip
     return logits, tuple(new_caches)
 
@@ -204,6 +219,7 @@ def _read_whole_model(
     compiler: Compiler,
     on_layer: Callable[[int], None] | None,
     last: bool,
+    repetitions: Sequence[Pieces | None],
 ) -> tuple[list[Array], tuple[Cache, ...]]:
     """Does what `_read_by_layer` does, for a model that does not show its parts."""
     logits, group_caches, caches = [], [], start[0]
@@ -214,6 +230,7 @@ def _read_whole_model(
             compiler.run(
                 "the prompt pass", ("prompt", group.tokens.shape), _read_whole,
                 layers, size, last, model, group.tokens, group.positions, states_or_caches, rows,
+                repetitions[number],
             )
         )  # fmt: skip
         logits.append(group_logits)
@@ -270,7 +287,7 @@ def cache_shapes(
             block, transform, options = key
             states = jax.eval_shape(functools.partial(_states_of, transform, size, layer))
             read_layer = functools.partial(_read_layer, block, transform, size, options, True)
-            shapes[key] = jax.eval_shape(read_layer, layer_params, x, positions, states)[2]
+            shapes[key] = jax.eval_shape(read_layer, layer_params, x, positions, states)[-1]
     return tuple(shapes[key] for key in keys)
 
 
@@ -305,8 +322,9 @@ def new_cache(
 def _embed(
     embed: Callable, mesh: Mesh | None, params: Any, tokens: Array, positions: Array
 ) -> Array:
-    """Returns the states that enter the first layer."""
-    return by_rows(embed(params, tokens, positions), mesh)
+    """Returns the states that enter the first layer, for tokens `[B, T]` or in pieces."""
+    x = embed(params, *(ids.reshape(ids.shape[0], -1) for ids in (tokens, positions)))
+    return by_rows(x.reshape(*tokens.shape, -1), mesh)
 
 
 @compiled(static_argnums=(0, 1, 2, 3, 4), donate_argnums=8)
@@ -321,30 +339,60 @@ def _read_layer(
     positions: Int[Array, "B T"],
     states_or_cache: Cache | tuple,
     rows: Int[Array, " B"] | None = None,
-) -> tuple[Array, Array, Cache]:
-    """Reads a prompt through one layer.
+    repeated: tuple[Float[Array, "B P R C"], Int[Array, "B P R"]] | None = None,
+) -> tuple[Array, Array, Array | None, Cache]:
+    """Reads a prompt, and its repetition if there is one, through one layer.
 
     Args:
       size: the sizes of a new cache; None: there is one.
       states_or_cache: with a `size`, the states of the new cache; else the layer's cache.
       rows: the rows of the cache that the tokens are of; None: all of them.
+      repeated: states and positions of the pieces of the prompt's repetition.
 
     Returns:
-      The states that leave the layer, their positions, and the cache.
+      The states that leave the layer, their positions, those of the repetition, and the cache.
     """
     cache = states_or_cache
     if size is not None:
         cache = begin(new_cache(transform, size, attention, states_or_cache), empty=True)
     if rows is not None:
         cache = take_rows(states_or_cache, rows)
-    x, cache = block(layer_params, x, positions, cache, layer=transform, phase="prompt", last=last)
+    mesh, x_repeated = mesh_of_cache(cache), None
+    ends = last and repeated is None
+    x, cache = block(layer_params, x, positions, cache, layer=transform, phase="prompt", last=ends)
+    if repeated is not None:
+
+        def look(reading: Cache, piece: tuple[Array, Array]) -> tuple[Cache, Array]:
+            y, reading = block(
+                layer_params, *piece, reading, layer=transform, phase="repetition", last=False
+            )
+            return reading, y
+
+        cache, x_repeated = _by_piece(look, with_repetition(cache), repeated)
+        x_repeated = by_rows(x_repeated, mesh)
+        cache = complete(cache) if last else cache
     if drops_tokens(transform, cache):
         # A method such as PyramidInfer passes on only the tokens that it keeps in this layer.
         x, positions = pass_on(x, positions, kept_tokens(cache))
     if rows is not None:
         cache = put_rows(states_or_cache, rows, cache)
-    mesh = mesh_of_cache(cache)
-    return by_rows(x, mesh), by_rows(positions, mesh), placed(cache)
+    return by_rows(x, mesh), by_rows(positions, mesh), x_repeated, placed(cache)
+
+
+def _by_piece(
+    look: Callable[[T, Any], tuple[T, Array]], readings: T, repeated: Any
+) -> tuple[T, Array]:
+    """Lets readings look at one piece of a repetition after the other, compiled once.
+
+    Args:
+      look: returns readings and a result of them and a piece.
+      repeated: arrays `[B, P, R, ...]`.
+
+    Returns:
+      The readings, and the results `[B, P, ...]`.
+    """
+    readings, out = jax.lax.scan(look, readings, jax.tree.map(lambda x: x.swapaxes(0, 1), repeated))
+    return readings, out.swapaxes(0, 1)
 
 
 @compiled(static_argnums=(0, 1))
@@ -376,8 +424,11 @@ def _read_whole(
     positions: Array,
     states_or_caches: tuple,
     rows: Int[Array, " B"] | None = None,
+    repetition: Pieces | None = None,
 ) -> tuple[Float[Array, "B V"], tuple[Cache, ...]]:
     """Reads a prompt through all layers in one call; `size` and `rows` as in `_read_layer`.
+
+    All layers hold the whole prompt until its repetition has been read.
 
     Returns:
       The logits of each row's last token, and the caches.
@@ -392,8 +443,20 @@ def _read_whole(
         caches = take_rows(states_or_caches, rows)
     logits, caches = model.apply(
         model.params, tokens, positions, caches,
-        layers=layers, phase="prompt", last=last, logits_at=positions.argmax(-1)[:, None],
+        layers=layers, phase="prompt", last=last and repetition is None,
+        logits_at=positions.argmax(-1)[:, None],
     )  # fmt: skip
+    if repetition is not None:
+
+        def look(readings: tuple[Cache, ...], piece: Pieces) -> tuple[tuple[Cache, ...], Array]:
+            ignored, readings = model.apply(
+                model.params, *piece, readings, layers=layers, phase="repetition", last=False,
+                logits_at=jnp.zeros((len(piece.tokens), 1), jnp.int32),
+            )  # fmt: skip
+            return readings, ignored[:, :0]
+
+        caches, _ = _by_piece(look, tuple(map(with_repetition, caches)), repetition)
+        caches = tuple(map(complete, caches)) if last else caches
     if rows is not None:
         caches = put_rows(states_or_caches, rows, caches)
     return by_rows(logits[:, -1], mesh_of_cache(caches[0])), tuple(map(placed, caches))

@@ -143,6 +143,7 @@ class ReadOnce:
             accumulated_attention=needs.accumulated_attention,
             query_window=needs.query_window,
             query_share=needs.query_share,
+            repetition=needs.repetition,
             unrotated_keys=needs.unrotated_keys,
         )
 

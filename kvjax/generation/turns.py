@@ -20,6 +20,7 @@ from kvjax.generation.groups import grouped
 from kvjax.generation.model import FunctionalModel
 from kvjax.generation.prompt_checks import Rows, bucket
 from kvjax.generation.prompt_pass import CacheSize, read_prompt
+from kvjax.generation.repetition import Repetition, pieces_of, wants_repetition
 from kvjax.protocol import KVTransform
 
 # One layer at a time, so that layers whose caches are alike share the compiled code.
@@ -48,16 +49,21 @@ def begin(
     compiler: Compiler,
     on_layer: Callable[[int], None] | None,
     last: bool = True,
+    repetition: Repetition | None = None,
 ) -> Context:
     """Makes a context of new caches that hold these prompts.
 
     Args:
       widths: the length that each prompt would be padded to alone.
       last: whether the caches are compressed; else they are readings, as in `attend`.
+      repetition: how the prompts are repeated, if a layer's method wants that.
     """
     groups = grouped(prompts, widths, layers, size.mesh)
-    logits, caches = read_prompt(model, layers, groups, size, compiler, on_layer, last)
-    length = np.array([len(prompt) for prompt in prompts], np.int32)
+    length, repetitions = np.array([len(prompt) for prompt in prompts], np.int32), None
+    if wants_repetition(layers):
+        repetition = Repetition() if repetition is None else repetition
+        repetitions = [pieces_of(repetition, g, prompts, length, size.mesh) for g in groups]
+    logits, caches = read_prompt(model, layers, groups, size, compiler, on_layer, last, repetitions)
     return Context(
         caches=caches,
         logits=logits,
@@ -90,6 +96,7 @@ def further(
     compiler: Compiler,
     on_layer: Callable[[int], None] | None,
     last: bool = True,
+    repetition: Repetition | None = None,
 ) -> Context:
     """Reads one more prompt of each row that has one, into the caches of a context.
 
@@ -98,14 +105,18 @@ def further(
     Args:
       prompts: one per row; None: the row takes no part.
       last: whether the caches are compressed; else they are readings of all rows, as in `attend`.
+      repetition: how the prompts are repeated; None: they are not, as questions.
     """
     rows = [np.asarray(row or (), np.int32) for row in prompts]
     count = np.array([row.size for row in rows], np.int32)
     widths = [bucket(row.size, None, buckets) if row.size else 0 for row in rows]
     length, mesh = np.asarray(context.length), context.size.mesh
     groups = grouped(rows, widths, context.layers, mesh, length)
+    repetitions = None
+    if repetition is not None and wants_repetition(context.layers):
+        repetitions = [pieces_of(repetition, g, rows, length + count, mesh) for g in groups]
     logits, caches = read_prompt(
-        model, context.layers, groups, context.caches, compiler, on_layer, last
+        model, context.layers, groups, context.caches, compiler, on_layer, last, repetitions
     )
     active, waiting = count > 0, context.waiting
     if active.all():

@@ -1,0 +1,101 @@
+"""The repetition of a prompt: an instruction and the prompt once more, in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Int
+
+from kvjax.checks import check_count
+from kvjax.compose.wrappers import by_head_groups
+from kvjax.devices import put_rows
+from kvjax.generation.groups import Group
+from kvjax.protocol import KVTransform
+
+_OVERLAP = 8  # tokens of the piece before, after which a further piece is asked to begin
+_MULTIPLE = 64  # lengths of pieces are multiples of it, so that few are compiled
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """Instruction with which a prompt is repeated, for methods that look at its repetition.
+
+    A long prompt is repeated in pieces, each of which sees the prompt and itself.
+
+    Args:
+      first: token ids between the prompt and its first piece; none by default.
+      further: token ids before a further piece; the last 8 tokens of the piece before follow them.
+      piece: tokens of a piece; 2,048, as in the paper's code.
+
+    Raises:
+      TypeError, ValueError: `piece` is no int, or below 1.
+
+    Example:
+      >>> import kvjax
+      >>> kvjax.Repetition(first=(5, 6)).piece
+      2048
+
+    References:
+      Kim et al., KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, arXiv
+      2505.23416.
+    """
+
+    first: tuple[int, ...] = ()
+    further: tuple[int, ...] = ()
+    piece: int = 2048
+
+    def __post_init__(self):
+        check_count("piece", self.piece, 1)
+
+
+class Pieces(NamedTuple):
+    """Pieces of the repetitions of a group's prompts, padded.
+
+    Args:
+      tokens: token ids, `[G, P, R]`.
+      positions: their positions, which go on behind the prompt; -1 marks padding.
+    """
+
+    tokens: Int[Array, "G P R"]
+    positions: Int[Array, "G P R"]
+
+
+def wants_repetition(layers: Sequence[KVTransform]) -> bool:
+    """Tells whether any layer's transform looks at the prompt's repetition."""
+    return any(tx.needs.repetition for layer in layers for tx in by_head_groups(layer))
+
+
+def pieces_of(
+    repetition: Repetition,
+    group: Group,
+    prompts: Sequence[Sequence[int]],
+    length: Int[np.ndarray, " B"],
+    mesh: Mesh | None,
+) -> Pieces:
+    """Cuts the prompts of a group into the pieces in which they are repeated.
+
+    Args:
+      prompts: of all rows.
+      length: tokens of each row with its prompt, `[B]`.
+    """
+    width, piece = group.tokens.shape[1], repetition.piece
+    numbers = range(len(prompts)) if group.rows is None else group.rows
+    count = -(-width // piece)
+    before = max(len(repetition.first), (len(repetition.further) + _OVERLAP) * (count > 1))
+    size = -(-(min(piece, width) + before) // _MULTIPLE) * _MULTIPLE
+    tokens = np.zeros((len(numbers), count, size), np.int32)
+    positions = np.full(tokens.shape, -1, np.int32)
+    for place, row in enumerate(numbers):
+        prompt = list(prompts[row])
+        for number, start in enumerate(range(0, len(prompt), piece)):
+            asked = repetition.first
+            if number:
+                asked = (*repetition.further, *prompt[max(start - _OVERLAP, 0) : start])
+            ids = [*asked, *prompt[start : start + piece]]
+            tokens[place, number, : len(ids)] = ids
+            positions[place, number, : len(ids)] = length[row] + np.arange(len(ids))
+    return Pieces(put_rows(tokens, mesh), put_rows(positions, mesh))

@@ -1,0 +1,149 @@
+"""KVzip: keeps the tokens of a document that its own repetition looks up (arXiv 2505.23416)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.budgets.budgets import Budget, check_budget, most_slots, rows_budget
+from kvjax.budgets.layers import Table
+from kvjax.cache.slots import KVCache
+from kvjax.checks import check_count, check_flag
+from kvjax.decisions import Keep
+from kvjax.protocol import Extent, Needs, Step
+from kvjax.transforms.held_budget import PromptBudget
+
+DOCUMENT = "document"  # the column that marks tokens of prompts that were repeated
+
+
+@dataclass(frozen=True)
+class KVzip(PromptBudget):
+    """Keeps the document tokens that a repetition of the document attends to.
+
+    The document is followed by an instruction to repeat it, and by itself once more. A token's
+    score is the largest attention probability that it receives from any query of the repetition,
+    over the query heads of its KV head, `max_{g,t} p[g, t, s]`. With `values`, it is multiplied by
+    the size of the token's value relative to its head's, `‖v_s‖ / median_s ‖v_s‖`: sinks and full
+    stops draw attention and carry nothing. The best `budget` tokens of each head stay. So what is
+    kept serves any question that comes later.
+
+    Nothing of the repetition is stored. What `kvjax.read` reads, and the first prompt of
+    `kvjax.generate`, is repeated. A further document of a context is compressed by itself: what was
+    kept before stays. Prompts that are not repeated, such as questions, stay whole beside the
+    documents, and so do answers. They have `room` slots between turns; if there are more of them,
+    the oldest go.
+
+    Args:
+      budget: slots kept of documents per KV head, sinks and window included. A float is a share of
+        each row's tokens so far. An int is for all documents of a context together: those that
+        come later get what earlier ones have left.
+      values: whether scores count the size of values. False is the paper's score.
+      sinks: tokens at positions 0 … sinks − 1 that always stay; 4.
+      window: newest tokens of a document that always stay; 0, as in the paper.
+      room: slots for questions and answers of earlier turns; 256.
+
+    Raises:
+      TypeError, ValueError: `budget` is no number, below `sinks + window + 1` or a share outside
+        (0, 1]; a count is negative.
+
+    Example:
+      >>> import kvjax
+      >>> kvjax.KVzip(budget=0.05).extent(kvjax.kit.Extent(prompt=4096, new=100)).total
+      560
+
+    References:
+      Kim et al., KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, arXiv
+      2505.23416.
+
+    Deviations from the paper:
+      Scores count the size of values (`values`), which keeps the needles of small models at much
+      smaller budgets. Every head keeps the same number of tokens; `kvjax.by_head` shares a budget
+      among heads, as the paper does for each document anew. A repetition attends to the document
+      as it is in all layers, and to its own piece.
+    """
+
+    budget: Budget
+    values: bool = True
+    sinks: int = 4
+    window: int = 0
+    room: int = 256
+
+    paper: ClassVar[str] = "KVzip, arXiv 2505.23416"
+    needs: ClassVar[Needs] = Needs(repetition=True)
+    minimum = property(lambda self: self.sinks + self.window + 1)  # the smallest workable budget
+
+    def __post_init__(self):
+        check_flag("values", self.values)
+        for name in ("sinks", "window", "room"):
+            check_count(name, getattr(self, name), 0)
+        check_budget(self.budget, self.minimum, "sinks + window + 1")
+
+    def extent(self, extent: Extent) -> Extent:
+        """Bounds documents to the budget; questions have `room`, and new tokens come on top."""
+        documents = most_slots(self.budget, extent.longest_prompt, self.minimum)
+        return extent.keep(documents + self.room)
+
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Table]:
+        """Adds the column that marks tokens of documents, and makes the table of budgets."""
+        cache = cache.with_column(DOCUMENT, jnp.zeros(cache.shape, bool), fill=False, merge="keep")
+        return super().init(cache, layer)
+
+    def on_prompt(self, cache: KVCache, state: Table, step: Step) -> tuple[Keep, Table]:
+        """Keeps the best tokens of a document, or all of a prompt that was not repeated."""
+        document = cache.column(DOCUMENT)
+        if step.repetition is None:
+            return self._keep_questions(cache, document), state
+        new = cache.live & (cache.position >= step.length_before[:, None, None])
+        before = cache.live & ~new
+        slots = self.rows_budget(cache, state)[:, None]
+        if isinstance(self.budget, int):
+            slots = jnp.maximum(slots - (before & document).sum(-1), 0)
+        else:  # the share of all tokens so far, less that of earlier documents
+            slots = slots - self._slots_before(step.length_before, cache, state)[:, None]
+        keep = Keep(
+            slots + before.sum(-1), repetition_score(cache, step, new, self.values),
+            always=before | (cache.position < self.sinks),
+            newest=jnp.full(cache.shape[:1], self.window), columns={DOCUMENT: document | new},
+        )  # fmt: skip
+        return keep, state
+
+    def _slots_before(
+        self, length: Int[Array, " B"], cache: KVCache, table: Table
+    ) -> Int[Array, " B"]:
+        """Returns the documents' slots of rows with so many tokens; none of an empty row."""
+        slots = rows_budget(self.budget, length, cache.max_prompt, self.minimum, table)
+        return jnp.where(length > 0, slots, 0)
+
+    def _keep_questions(self, cache: KVCache, document: Bool[Array, "B H S"]) -> Keep:
+        """Keeps all documents, and the newest `room` of all other tokens."""
+        tokens = cache.slots - cache.capacity  # of this prompt, padded
+        if tokens > self.room:
+            raise ValueError(
+                f"{self!r} must see a prompt repeated, or the prompt must fit into room, got one "
+                f"of up to {tokens} tokens: read it by kvjax.read, or give KVzip more room"
+            )
+        documents = (cache.live & document).sum(-1, dtype=jnp.int32)
+        return Keep(documents + self.room, cache.position.astype(jnp.float32), always=document)
+
+
+def repetition_score(
+    cache: KVCache, step: Step, tokens: Bool[Array, "B H S"], values: bool
+) -> Float[Array, "B H S"]:
+    """Scores tokens by what the repetition attends to, with or without the size of values.
+
+    Args:
+      tokens: those that the median is over.
+      values: whether the size of values counts.
+    """
+    if not values:
+        return step.repetition
+    size = jnp.linalg.norm(cache.v.read().astype(jnp.float32), axis=-1)
+    ascending = jnp.sort(jnp.where(tokens, size, jnp.inf), axis=-1)
+    count = tokens.sum(-1, keepdims=True)
+    middle = [jnp.take_along_axis(ascending, jnp.maximum(count - n, 0) // 2, -1) for n in (1, 0)]
+    median = (middle[0] + middle[1]) / 2
+    relative = jnp.where(tokens & (median > 0), size / jnp.maximum(median, 1e-30), 0.0)
+    return step.repetition * relative
