@@ -22,6 +22,7 @@ QUERIES = 1024  # of a block: it has as many rows of weights, beside S × S sums
 ROUNDS = 100
 LOG_MASSES = (-3.0, 3.0)
 RIDGE = 1e-4  # of the mean of the diagonal
+UNSEEN = 1e-30  # a slot's squared ratios: with less, float32 has no digits left to scale them by
 
 
 class Fitted(NamedTuple):
@@ -145,12 +146,12 @@ def _fit_head(
         return ratio.T @ ratio, ratio.sum(0)
 
     def for_values(logits, out_n, lse_n):
-        weights, error = mixed(logits, out_n, new_mass, v)
+        weights, error = _mixed(logits, out_n, new_mass, v)
         return weights.T @ weights, weights.T @ error
 
     def squared_error(mass, values):
         def of_block(logits, out_n, lse_n):
-            return jnp.square(mixed(logits, out_n, mass, values)[1]).sum()
+            return jnp.square(_mixed(logits, out_n, mass, values)[1]).sum()
 
         return sum_over_queries(of_block, jnp.float32(0))
 
@@ -164,7 +165,7 @@ def _fit_head(
     return mass, values.astype(dtype)
 
 
-def mixed(
+def _mixed(
     logits: Float[Array, "N S"],
     out: Float[Array, "N D"],
     log_mass: Float[Array, " S"],
@@ -188,8 +189,9 @@ def _masses(
 
     With `R` for which `RᵀR = AᵀA`, `‖R B − R⁻ᵀAᵀ1‖` and `‖A B − 1‖` have the same minimum.
     """
-    length = or_one(jnp.sqrt(jnp.diagonal(gram)))
-    gram = gram / (length[:, None] * length[None])
+    squares = jnp.diagonal(gram)
+    length = jnp.sqrt(jnp.where(squares > UNSEEN, squares, 1))
+    gram = gram / length[:, None] / length[None]
     upper = jnp.linalg.cholesky(gram + _rounding(gram) * jnp.eye(live.size, dtype=gram.dtype)).T
     target = solve_triangular(upper, sums / length, trans=1)
     masses = optax.nnls(upper, target, ROUNDS) / length
