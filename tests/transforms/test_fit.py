@@ -164,15 +164,14 @@ def test_hard_systems_stay_finite_and_are_not_worse(name):
             assert after <= error(x, np.ones(len(before)), before, out) * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("far", [-20, -34, -38, -43, -45, -47, -60, -200])
-def test_a_slot_that_no_query_looks_at_changes_nothing(far):
-    """Its logits lie so far below all others that their squares leave the range of float32."""
-    case = Case(free=0, slots=6)
+@pytest.mark.parametrize("far", [-20, -36, -38, -39, -40, -41, -42, -44, -60, -200])
+def test_slots_that_no_query_looks_at_change_nothing(far):
+    """Their logits lie so far below all others that their squares leave the range of float32."""
+    case = Case(free=0)
     for each in (case.q, case.k):  # one more channel, 1 in all queries
         each[..., 0] = 1
     case.k[..., 0] = 0
-    case.k[:, :, 2, :] = 0
-    case.k[:, :, 2, 0] = far / case.options["scale"]
+    case.k[:, :, ::2, 0] = far / case.options["scale"]
     log_mass, v = case.fitted()
     assert np.isfinite(v).all() and np.isfinite(log_mass).all()
     for head, _, x, lse, _ in case.heads():
