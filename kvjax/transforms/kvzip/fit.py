@@ -155,9 +155,10 @@ def _fit_head(
 
         return sum_over_queries(of_block, jnp.float32(0))
 
-    new_mass = _masses(*sum_over_queries(for_masses, (square, square[0])), live)
-    added = _added_values(*sum_over_queries(for_values, (square, jnp.zeros_like(v))), live)
-    new_v = (v + added).astype(dtype).astype(jnp.float32)
+    gram, sums = sum_over_queries(for_masses, (square, square[0]))
+    new_mass = _masses(gram, sums, live)
+    gram, moments = sum_over_queries(for_values, (square, jnp.zeros_like(v)))
+    new_v = (v + _added_values(gram, moments, live)).astype(dtype).astype(jnp.float32)
     candidates = (log_mass, v), (new_mass, v), (new_mass, new_v)
     errors = jnp.stack([squared_error(*candidate) for candidate in candidates])
     best = jnp.argmin(jnp.where(jnp.isnan(errors), jnp.inf, errors))
