@@ -203,8 +203,9 @@ def _columns(
     if chosen == "xla":
         return by_blocks(*args, **options)
     return columns_by_kernel(
-        *args, operation, tile=tile_of(operation), interpret=chosen == "interpret", **options
-    )
+        q, k, bias, lse, query_position, key_position, operation, tile=tile_of(operation),
+        interpret=chosen == "interpret", **options,
+    )  # fmt: skip
 
 
 def _check(q, k, v, bias, query_position, key_position) -> None:

@@ -1,0 +1,45 @@
+"""Masses and values of kept tokens for one KV head (Attention Matching, arXiv 2602.16284)."""
+
+from __future__ import annotations
+
+import numpy as np
+from scipy.optimize import nnls
+
+
+def logits(q: np.ndarray, k: np.ndarray, scale: float, soft_cap: float | None = None) -> np.ndarray:
+    """x[n, s] = scale * q[n] . k[s], and soft_cap * tanh(x / soft_cap) where a cap is given."""
+    x = scale * np.asarray(q, np.float64) @ np.asarray(k, np.float64).T
+    return x if soft_cap is None else soft_cap * np.tanh(x / soft_cap)
+
+
+def mass_error(x: np.ndarray, lse: np.ndarray, mass: np.ndarray) -> float:
+    """|| A B - 1 || with A[n, s] = exp(x[n, s] - lse[n])."""
+    return float(np.linalg.norm(np.exp(x - lse[:, None]) @ mass - 1))
+
+
+def masses(x: np.ndarray, lse: np.ndarray, lowest: float, highest: float) -> np.ndarray:
+    """argmin_{B >= 0} || A B - 1 ||, and then between two masses."""
+    found, _ = nnls(np.exp(x - lse[:, None]), np.ones(len(x)), maxiter=100 * x.shape[1])
+    return np.clip(found, lowest, highest)
+
+
+def weights(x: np.ndarray, mass: np.ndarray) -> np.ndarray:
+    """X[n, s] = B[s] exp(x[n, s]) / sum_r B[r] exp(x[n, r])."""
+    shares = mass * np.exp(x - x.max(1, keepdims=True))
+    return shares / shares.sum(1, keepdims=True)
+
+
+def values(
+    x: np.ndarray, mass: np.ndarray, v: np.ndarray, out: np.ndarray, ridge: float
+) -> np.ndarray:
+    """V + argmin_dV || X (V + dV) - Y ||^2 + lambda || dV ||^2.
+
+    lambda is `ridge` times the mean diagonal of X^T X.  Rows sqrt(lambda) I under X, and zeros
+    under Y, are the second term.
+    """
+    share = weights(x, mass)
+    number = len(v)
+    root = np.sqrt(ridge * np.square(share).sum() / number)
+    rows = np.concatenate([share, root * np.eye(number)])
+    wanted = np.concatenate([out - share @ v, np.zeros_like(v)])
+    return v + np.linalg.lstsq(rows, wanted, rcond=None)[0]
