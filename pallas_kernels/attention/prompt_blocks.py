@@ -2,8 +2,10 @@
 
 Neither ever holds more than one block of logits. Blocks before the first and after the last that a
 query may see are skipped at run time. On a CPU, only blocks in which a query does not see a slot,
-or a slot has a bias, are masked: those at the diagonal, at a window's end and with free slots. On a GPU, the device alone knows the bounds of these loops.
-XLA runs loops from the host, so it waits for the device before each block.
+or a slot has a bias, are masked: those at the diagonal, at a window's end and with free slots.
+
+On a GPU, the device alone knows the bounds of these loops. XLA runs loops from the host, so it
+waits for the device before each block.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from pallas_kernels.base.varying import varying
 
 # The fastest sizes on CPU of those tried (2 cores, float32, 2,048 tokens). Few heads want large
 # tiles, for the products: 9 heads of 64 channels take 53 ms with 128 queries and 256 slots, 49 with
-# 256 and 256, 46 with 256 and 512. The tiles of many heads must stay in the caches: 32 heads of 128
+# 256 and 256, 46 with 256 and 512. Tiles of many heads must stay in the caches: 32 heads of 128
 # channels take 267 ms with 128 and 256, 289 with 256 and 256, 335 with 256 and 512. A block has at
-# most a quarter of the slots that a query sees, since half of those at the diagonal are for nothing:
-# 512 tokens take 4.9 ms with 256 slots, 6.2 with 512.
+# most a quarter of the slots that a query sees, since much of the diagonal's blocks is computed for
+# nothing: 512 tokens take 4.9 ms with 256 slots, 6.2 with 512.
 QUERY_BLOCK = 256
 KEY_BLOCK = 256
 MOST_SLOTS = 1024
@@ -64,9 +66,10 @@ def attention_by_blocks(
 
             def mask(_, logits_and_values):
                 logits, v_j = logits_and_values
-                *slot_data, position_i = blocks.positions(i, j)
-                live = live_slots(*slot_data)[..., None]
-                return masked(logits, *slot_data, position_i, window), jnp.where(live, v_j, 0)
+                bias_j, position_j, position_i = blocks.positions(i, j)
+                live = live_slots(bias_j, position_j)[..., None]
+                logits = masked(logits, bias_j, position_j, position_i, window)
+                return logits, jnp.where(live, v_j, 0)
 
             logits, v_j = jax.lax.fori_loop(0, blocks.masks(i, j), mask, (logits, v_j))
             new_top = jnp.maximum(top, logits.max(-1))
@@ -192,10 +195,11 @@ class _Blocks(NamedTuple):
         """Returns block j of `rows [B, H, S, ...]`."""
         return tuple(block_of(x, j * self.key_size, self.key_size, 2) for x in rows)
 
-    def positions(self, i, j):
+    def positions(self, i, j) -> tuple[Array, Array, Array]:
         """Returns the bias and the positions of block j, and the positions of queries i."""
-        of_queries = block_of(self.query_position, i * self.query_size, self.query_size, 1)
-        return *self.keys(j, self.bias, self.key_position), of_queries
+        bias, position = self.keys(j, self.bias, self.key_position)
+        start = i * self.query_size
+        return bias, position, block_of(self.query_position, start, self.query_size, 1)
 
     def masks(self, i, j):
         """Returns how many times logits have to be masked: the length of a loop, 0 or 1.
