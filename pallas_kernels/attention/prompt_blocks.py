@@ -56,7 +56,7 @@ def attention_by_blocks(
 
     def query_block(n, results):
         i = blocks.num_query - 1 - n  # block i - 1 replaces what the last block's padding gave
-        q_i = blocks.queries(i, q) * to_query
+        q_i = blocks.queries(i, q).astype(k.dtype) * to_query
         rows = q_i.shape[:3]
 
         def key_block(j, carry):
@@ -117,14 +117,13 @@ def sums_by_blocks(
         (k_j,) = blocks.keys(j, k)
 
         def query_block(i, sums):
-            logits = products(blocks.queries(i, q) * to_query, k_j) * to_product
-            logits = capped(logits, soft_cap)
-            logits = jax.lax.fori_loop(
-                0,
-                blocks.masks(i, j),
-                lambda _, x: masked(x, *blocks.positions(i, j), window),
-                logits,
-            )
+            q_i = blocks.queries(i, q).astype(k.dtype) * to_query
+            logits = capped(products(q_i, k_j) * to_product, soft_cap)
+
+            def mask(_, logits):
+                return masked(logits, *blocks.positions(i, j), window)
+
+            logits = jax.lax.fori_loop(0, blocks.masks(i, j), mask, logits)
             row_lse = finite_or_zero(blocks.queries(i, lse))
             probabilities = jnp.exp(logits - row_lse[..., None])
             return sums + probabilities.reshape(*q.shape[:3], -1, blocks.key_size).sum(3)
