@@ -8,10 +8,11 @@ belongs (`PARTS`): `microseconds` are those of one step, of all layers together.
 is in no kernel, the time between them above all. `step` is the time of a step without the profiler,
 and `traced_step` with it.
 
-`compiling`: seconds of tracing, lowering and compiling all programs of a first call, the median of
-`--rounds` calls without anything compiled before, and how many kernels the programs have: `prompt`
-are the layers that read a prompt, `loop` is the decode loop, `other` the rest. `programs` counts
-the programs. They are of the bundled model and of `--model`.
+`compiling`: processor seconds of tracing, lowering and compiling all programs of a first call, the
+median of `--rounds` calls without anything compiled before, and how many kernels the programs have:
+`prompt` are the layers that read a prompt, `loop` is the decode loop, `other` the rest. `programs`
+counts the programs. They are of the bundled model and of `--model`. `elapsed` is the time that a
+user waits for all of them.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import itertools
 import re
 import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from common import Rows
@@ -51,8 +53,8 @@ PARTS = {
     "rest of the layers": ("_run_block",),
 }
 NO_KERNEL = {
-    "parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while", "conditional", "call",
-    "after-all", "copy-start", "copy-done", "opt-barrier", "partition-id",
+    "parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while", "conditional",
+    "call", "after-all", "copy-start", "copy-done", "opt-barrier", "partition-id",
 }  # fmt: skip
 
 
@@ -62,7 +64,7 @@ class Program:
 
     Args:
       name: what it computes.
-      seconds: of tracing, lowering and compiling.
+      seconds: of the processor for tracing, lowering and compiling.
       text: its HLO after optimisation.
     """
 
@@ -74,7 +76,9 @@ class Program:
     def group(self) -> str:
         """Which programs it is counted with."""
         named = {"the decode loop": "loop"}
-        return "prompt" if self.name.startswith("the prompt pass") else named.get(self.name, "other")
+        return (
+            "prompt" if self.name.startswith("the prompt pass") else named.get(self.name, "other")
+        )
 
     def kernels(self) -> dict[str, str]:
         """Name of every kernel → the part of a step that it belongs to."""
@@ -97,9 +101,7 @@ class Program:
                 roots[computation] = stack or roots.get(computation, ())
             elif instruction[2] not in NO_KERNEL:
                 called = re.search(r"(?:calls|to_apply)=%([\w.-]+)", line)
-                kernels[instruction[1]] = _part(
-                    stack or roots.get(called[1] if called else "", ())
-                )
+                kernels[instruction[1]] = _part(stack or roots.get(called[1] if called else "", ()))
         return kernels
 
 
@@ -126,22 +128,22 @@ def _part(stack: tuple[str, ...]) -> str:
 class Recorder(Compiler):
     """A `Compiler` that times each of its three steps, and keeps what it has compiled."""
 
-    programs: list[Program] = []
+    programs: ClassVar[list[Program]] = []
 
     def compile(self, program: str, key: Any, function: Any, *args: Any, **options: Any) -> None:
         """Compiles as the library's does."""
         if key in self._done:
             return
-        times = [time.perf_counter()]
+        start, times = time.perf_counter(), [time.process_time()]
         traced = function.trace(*args, **options)
-        times.append(time.perf_counter())
+        times.append(time.process_time())
         lowered = traced.lower()
-        times.append(time.perf_counter())
+        times.append(time.process_time())
         compiled = lowered.compile()
-        times.append(time.perf_counter())
-        seconds = tuple(b - a for a, b in zip(times, times[1:], strict=False))
+        times.append(time.process_time())
+        self.seconds += time.perf_counter() - start
+        seconds = tuple(after - before for before, after in itertools.pairwise(times))
         self.programs.append(Program(program, seconds, compiled.as_text()))
-        self.seconds += times[-1] - times[0]
         self._done.add(key)
 
 
@@ -149,9 +151,7 @@ def step_row(model: Any, prompt: list[int], method: str) -> dict[str, Any]:
     """Times the parts of a decode step after a prompt."""
     Recorder.programs.clear()
     jax.clear_caches()
-    context = kvjax.read(
-        model, [prompt], transform=kvjax.parse(method, BUDGET), max_new=8 * STEPS
-    )
+    context = kvjax.read(model, [prompt], transform=kvjax.parse(method, BUDGET), max_new=8 * STEPS)
 
     def seconds() -> float:
         options = {"context": context, "max_new_tokens": STEPS + 1, "end_tokens": ()}
@@ -185,27 +185,31 @@ def step_row(model: Any, prompt: list[int], method: str) -> dict[str, Any]:
 
 def compile_row(model: Any, prompt: list[int], method: str, rounds: int) -> dict[str, Any]:
     """Times what a first call compiles."""
-    found: dict[str, list] = {}
+    found: dict[str, list] = collections.defaultdict(list)
+    elapsed, totals = [], []
     for _ in range(rounds):
         Recorder.programs.clear()
         jax.clear_caches()
-        transform = kvjax.parse(method, BUDGET)
-        kvjax.generate(
-            model, [prompt], transform=transform, max_new_tokens=STEPS, end_tokens=()
-        )
-        for group in ("prompt", "loop", "other"):
-            parts = [each for each in Recorder.programs if each.group == group]
-            seconds = [sum(times) for times in zip(*(each.seconds for each in parts), strict=True)]
-            kernels = sum(len(each.kernels()) for each in parts)
-            found.setdefault(group, []).append((seconds, kernels, len(parts)))
-    row, total = {}, []
-    for group, each in found.items():
-        seconds = [statistics.median(times) for times in zip(*(x[0] for x in each), strict=True)]
+        options = {"transform": kvjax.parse(method, BUDGET), "end_tokens": ()}
+        result = kvjax.generate(model, [prompt], max_new_tokens=STEPS, **options)
+        elapsed.append(result.compile_s)
+        totals.append(sum(sum(each.seconds) for each in Recorder.programs))
+        for each in Recorder.programs:
+            found[each.group].append(each)
+    row: dict[str, Any] = {}
+    for group, programs in found.items():
+        count = len(programs) // rounds
+        # Every round has the same programs in the same order.
+        medians = [
+            [statistics.median(x.seconds[part] for x in programs[at::count]) for part in range(3)]
+            for at in range(count)
+        ]
+        seconds = (round(sum(column), 2) for column in zip(*medians, strict=True))
         row[group] = dict(zip(("trace", "lower", "compile"), seconds, strict=True))
-        row[group] = {name: round(x, 2) for name, x in row[group].items()}
-        row[group] |= {"kernels": each[0][1], "programs": each[0][2]}
-    total = [sum(sum(x[number][0]) for x in found.values()) for number in range(rounds)]
-    return {"seconds": round(statistics.median(total), 2), **row}
+        row[group] |= {"kernels": sum(len(x.kernels()) for x in programs[:count])}
+        row[group] |= {"programs": count}
+    medians = (round(statistics.median(x), 2) for x in (totals, elapsed))
+    return {**dict(zip(("seconds", "elapsed"), medians, strict=True)), **row}
 
 
 def main() -> None:
@@ -237,7 +241,9 @@ def main() -> None:
         prompt = (text * (1 + length // len(text)))[:length]
         for method in (each for each in STEPPED if each in args.methods):
             if not rows.has(table="steps", tokens=length, method=method):
-                rows.add(table="steps", tokens=length, method=method, **step_row(model, prompt, method))
+                rows.add(
+                    table="steps", tokens=length, method=method, **step_row(model, prompt, method)
+                )
 
 
 if __name__ == "__main__":
