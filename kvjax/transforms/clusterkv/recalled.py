@@ -72,8 +72,8 @@ def _ranked_if_needed(
     # Empty clusters are ranked last: if the last of the best is empty, no other has slots.
     full = (sizes.sum(-1, dtype=jnp.int32) >= wanted) | (sizes[..., -1] == 0)
 
-    # Whatever follows a full list is cut off, and what follows an empty cluster has no slots. So the
-    # last of the best is repeated, and one list serves both cases.
+    # Whatever follows a full list is cut off, and what follows an empty cluster has no slots. So
+    # the last of the best is repeated, and one list serves both cases.
     padding = (0, 0), (0, 0), (0, num_clusters - likely)
 
     def rank_again() -> Int[Array, "B K C"]:
