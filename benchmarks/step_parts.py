@@ -101,7 +101,10 @@ class Program:
                 roots[computation] = stack or roots.get(computation, ())
             elif instruction[2] not in NO_KERNEL:
                 called = re.search(r"(?:calls|to_apply)=%([\w.-]+)", line)
-                kernels[instruction[1]] = _part(stack or roots.get(called[1] if called else "", ()))
+                part = _part(stack or roots.get(called[1] if called else "", ()))
+                # XLA gives products with weights, which it rewrites, no stack.
+                unknown = instruction[2] == "dot" and not stack
+                kernels[instruction[1]] = "products" if unknown else part
         return kernels
 
 
