@@ -214,13 +214,13 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """Gated MLP: `down(activation(gate(x)) * up(x))`.
 
-    Gate and up are one product, whose kernel is `[2, I, C]`.
+    Gate and up are one product, whose kernel is `[I, 2, C]`, so that a mesh divides it by width.
     """
 
     def __init__(self, config: DecoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         hidden, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.activation = config.activation
-        self.gate_up_proj = Linear(hidden, 2, width, bias=bias, dtype=dtype, rngs=rngs)
+        self.gate_up_proj = Linear(hidden, width, 2, bias=bias, dtype=dtype, rngs=rngs)
         self.down_proj = Linear(width, hidden, bias=bias, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
@@ -232,8 +232,8 @@ class MLP(nnx.Module):
         return by_token.swapaxes(0, 1)
 
     def _added(self, x: Float[Array, "*N C"]) -> Float[Array, "*N C"]:
-        gate_up = self.gate_up_proj(x)  # [*N, 2, I]
-        gate, up = gate_up[..., 0, :], gate_up[..., 1, :]
+        gate_up = self.gate_up_proj(x)  # [*N, I, 2]
+        gate, up = gate_up[..., 0], gate_up[..., 1]
         return self.down_proj(ACTIVATIONS[self.activation](gate) * up)
 
 

@@ -248,15 +248,20 @@ class _Filling:
             ]
             rest = tuple(slice(axis.start, axis.stop) for axis in held[len(leading) :])
             step = max(_READ_AT_ONCE // max(math.prod(map(len, held[len(leading) :])), 1), 1)
-            # The rows along the last leading axis follow each other in the tensor.
-            for outer in itertools.product(*inside[:-1]):
-                for at in range(inside[-1].start, inside[-1].stop, step):
-                    block = range(at, min(at + step, inside[-1].stop))
-                    first = start + _row((*outer, at), leading)
-                    values = tensor.read((slice(first, first + len(block)), *rest), self._dtype)
-                    place = (number - axis.start for number, axis in zip(outer, held, strict=False))
-                    from_here = block.start - held[len(outer)].start
-                    array[(*place, slice(from_here, from_here + len(block)))] = values
+            # Rows along the last leading axis of which there are several are read together: they
+            # follow each other in the tensor.
+            along = max((n for n, part in enumerate(leading) if len(part) > 1), default=0)
+            steps = [range(axis.start, axis.stop, step if n == along else 1)
+                     for n, axis in enumerate(inside)]  # fmt: skip
+            for index in itertools.product(*steps):
+                count = min(step, inside[along].stop - index[along])
+                first = start + _row(index, leading)
+                values = tensor.read((slice(first, first + count), *rest), self._dtype)
+                place: list[int | slice] = [
+                    number - axis.start for number, axis in zip(index, held, strict=False)
+                ]
+                place[along] = slice(place[along], place[along] + count)
+                array[tuple(place)] = values
         count = math.prod(map(len, leading))
         self._rows_left -= count
         return count

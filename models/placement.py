@@ -19,7 +19,7 @@ Rule = Callable[[ParameterPath], NamedSharding]
 """A parameter's path in the decoder's state → its placement."""
 
 _DIVIDED = {  # by the axis "tensor": axes of a kernel, of a bias, or of the embedding
-    "qkv_proj": P(TENSOR), "o_proj": P(None, TENSOR), "gate_up_proj": P(None, TENSOR),
+    "qkv_proj": P(TENSOR), "o_proj": P(None, TENSOR), "gate_up_proj": P(TENSOR),
     "down_proj": P(None, TENSOR), "embed": P(TENSOR), "lm_head": P(TENSOR),
 }  # fmt: skip
 _OUT_OF = {"o_proj", "down_proj"}  # divided by input, so that their biases are not
@@ -50,7 +50,7 @@ def weight_placement(config: DecoderConfig, mesh: Mesh | AbstractMesh) -> Rule:
       ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128)
       >>> rule = weight_placement(config, AbstractMesh((2, 2), ("data", "tensor")))
       >>> tuple(rule(("layers", 0, "mlp", "gate_up_proj", "kernel")).spec)
-      (None, 'tensor')
+      ('tensor',)
     """
     mesh = check_mesh(mesh)
     tensor = mesh.shape.get(TENSOR, 1)

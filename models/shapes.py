@@ -149,7 +149,7 @@ def abstract_decoder(
       >>> from kvjax.models.shapes import shape_config
       >>> model = abstract_decoder(shape_config("llama-3.1-70b"))
       >>> model.layers[0].mlp.gate_up_proj.kernel.get_value().shape
-      (2, 28672, 8192)
+      (28672, 2, 8192)
     """
     graphdef, parameters = abstract_parameters(config, dtype)
     if mesh is not None:

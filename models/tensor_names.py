@@ -73,8 +73,8 @@ class TensorNames:
           >>> config = DecoderConfig(
           ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
           ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128)
-          >>> TensorNames().weights(config)["model.layers.1.mlp.up_proj.weight"].parts
-          (Place(path=('layers', 1, 'mlp', 'gate_up_proj', 'kernel'), rows=(range(1, 2),)),)
+          >>> TensorNames().weights(config)["model.layers.1.mlp.up_proj.weight"].parts[0].rows
+          (range(0, 64), range(1, 2))
         """
         table = Weight((Place(("embed", "embedding")),))
         head = Weight((Place(("lm_head", "kernel")),))
@@ -146,7 +146,8 @@ def _place(linear: str, config: DecoderConfig) -> Place:
         return Place((module, "qkv_proj"), (range(config.kv_heads), rows[name]))
     if name in ("gate_proj", "up_proj"):
         part = int(name == "up_proj")
-        return Place((module, "gate_up_proj"), (range(part, part + 1),))
+        rows_of_all = range(config.intermediate_size)
+        return Place((module, "gate_up_proj"), (rows_of_all, range(part, part + 1)))
     return Place((module, name))
 
 

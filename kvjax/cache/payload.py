@@ -39,7 +39,12 @@ def write_slots(x: Array, index: Int[Array, "B H T"], rows: Array) -> Array:
 
     No index is negative.
     """
-    return _scatter(x, index, rows.astype(x.dtype))
+    rows = rows.astype(x.dtype)
+    if x.ndim == 3 and index.shape[2] == 1:
+        # One number for each head. XLA on CPUs compiles every scatter of a program by itself, but
+        # shares such a pass over scalars among all layers.
+        return jnp.where(jax.lax.broadcasted_iota(index.dtype, x.shape, 2) == index, rows, x)
+    return _scatter(x, index, rows)
 
 
 def sum_into(

@@ -142,16 +142,17 @@ def opened(
       empty: whether no slot is live; keys and values are then zeros and not decoded.
 
     Returns:
-      The cache, with the column `STORED_SLOT`; and keys and values as they were stored, None if
-      they were dense.
+      The cache, with the column `STORED_SLOT` unless it is empty; and keys and values as they were
+      stored, None if they were dense.
     """
-    slot = jnp.where(cache.live, slot_numbers(cache.shape), -1)
-    slots = cache.with_column(STORED_SLOT, slot, fill=-1, merge="keep")
-    if isinstance(cache.k, Dense):
-        return slots, None
-    stored = cache.k, cache.v
+    stored = None if isinstance(cache.k, Dense) else (cache.k, cache.v)
+    if not empty:
+        slot = jnp.where(cache.live, slot_numbers(cache.shape), -1)
+        cache = cache.with_column(STORED_SLOT, slot, fill=-1, merge="keep")
+    if stored is None:
+        return cache, None
     k, v = (Dense(jnp.zeros(x.shape, x.dtype) if empty else x.read()) for x in stored)
-    return slots.replace(k=k, v=v), stored
+    return cache.replace(k=k, v=v), stored
 
 
 def closed(
@@ -167,9 +168,10 @@ def closed(
       rows: the rows that had tokens in the prompt.
       rope: rotates keys when they are read; None: nothing does.
     """
-    columns = dict(cache.columns)
-    source = jnp.where(cache.live, columns.pop(STORED_SLOT).values, -1)
-    cache = cache.replace(columns=columns)
+    columns, source = dict(cache.columns), None
+    if STORED_SLOT in columns:
+        source = jnp.where(cache.live, columns.pop(STORED_SLOT).values, -1)
+        cache = cache.replace(columns=columns)
     if stored is None:
         return cache
     slots = Slots(cache.position, cache.live, rows, source, rope)

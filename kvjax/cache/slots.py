@@ -22,8 +22,8 @@ from kvjax.cache.payload import Dense, Payload, write_slots
 
 FREE = -1  # the position of a free slot, and of a padding token
 NEG_INF = float("-inf")
-# Column that a cache has only while a prompt is read: the slot of each token before the prompt, -1
-# for new tokens.
+# Column that a cache has only while a prompt is read, and not while its first one is: the slot of
+# each token before the prompt, -1 for new tokens.
 STORED_SLOT = "stored_slot"
 
 

@@ -26,7 +26,9 @@ def check_seed(seed: int) -> None:
 
 def layer_key(seed: int, layer: int) -> Array:
     """Returns the random key of a layer's draws."""
-    return jax.random.fold_in(jax.random.key(seed, impl=GENERATOR), layer)
+    # Computed while tracing: else XLA would compile the generator once for each layer.
+    with jax.ensure_compile_time_eval():
+        return jax.random.fold_in(jax.random.key(seed, impl=GENERATOR), layer)
 
 
 def uniform(

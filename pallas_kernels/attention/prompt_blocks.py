@@ -1,31 +1,39 @@
 """The XLA reference of a prompt's attention, column sums and maxima: loops over blocks.
 
 None of them ever holds more than one block of logits. Blocks before the first and after the last
-that a query may see are skipped at run time. On a GPU, the device alone knows the bounds of these
-loops. XLA runs loops from the host, so it waits for the device before each block.
+that a query may see are skipped at run time. On a CPU, only blocks in which a query does not see a
+slot, or a slot has a bias, are masked: those at the diagonal, at a window's end and with free slots.
+
+On a GPU, the device alone knows the bounds of these loops. XLA runs loops from the host, so it
+waits for the device before each block.
 """
 
 from __future__ import annotations
 
-import functools
-import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.base.logits import finite_or_zero, live_slots, masked_logits, or_one
+from pallas_kernels.base.logits import capped, finite_or_zero, live_slots, masked, or_one, products
 from pallas_kernels.base.mixing import as_weights, unscaled
-from pallas_kernels.base.rows import block_of, entry_of
-from pallas_kernels.base.seen_blocks import hull, meets
+from pallas_kernels.base.rows import block_of, counted_rows, entry_of
+from pallas_kernels.base.seen_blocks import hull, meets, sees_all
 from pallas_kernels.base.varying import varying
 
-# The fastest sizes on CPU of those tried (2 cores, float32, head_dim 128): a logit tile stays in
-# cache. Fewer queries meet more slots at a time: as many as make such a tile, MOST_SLOTS at most.
-QUERY_BLOCK = 128
+# The fastest sizes on CPU of those tried (2 cores, float32, 2,048 tokens). Few heads want large
+# tiles, for the products: 9 heads of 64 channels take 53 ms with 128 queries and 256 slots, 49 with
+# 256 and 256, 46 with 256 and 512. Tiles of many heads must stay in the caches: 32 heads of 128
+# channels take 267 ms with 128 and 256, 289 with 256 and 256, 335 with 256 and 512. A block has at
+# most a quarter of the slots that a query sees, since much of the diagonal's blocks is computed for
+# nothing: 512 tokens take 4.9 ms with 256 slots, 6.2 with 512.
+QUERY_BLOCK = 256
 KEY_BLOCK = 256
 MOST_SLOTS = 1024
+MOST_LOGITS = 1_250_000  # of a tile over all rows and heads
 # Elsewhere each block costs a few launches, so a few large blocks should be best. Not measured yet.
 ACCELERATOR_BLOCK = 1024
 
@@ -43,20 +51,28 @@ def attention_by_blocks(
     soft_cap: float | None,
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"]]:
     """Computes `prompt_attention` block by block."""
-    batch, kv_heads, group, tokens, head_dim = q.shape
+    head_dim = q.shape[-1]
     blocks = _Blocks.of(q, bias, query_position, key_position, window)
-    mask_and_scale = functools.partial(masked_logits, scale=scale, window=window, soft_cap=soft_cap)
+    to_query, to_product = _factors(scale, k.dtype)
 
-    def query_block(i):
-        q_i, position_i = blocks.query(i)
-        rows = (batch, kv_heads, group * blocks.query_size)
+    def query_block(n, results):
+        i = blocks.num_query - 1 - n  # block i - 1 replaces what the last block's padding gave
+        q_i = blocks.queries(i, q).astype(k.dtype) * to_query
+        rows = q_i.shape[:3]
 
         def key_block(j, carry):
             top, total, acc = carry
-            k_j, v_j, *slot_data = blocks.key(j, k, v)
-            logits = mask_and_scale(q_i, k_j, slot_data[0], slot_data[1], position_i)
-            # For one block this costs nothing beside the products with 128 queries or more.
-            v_j = jnp.where(live_slots(*slot_data)[..., None], v_j, 0)
+            k_j, v_j = blocks.keys(j, k, v)
+            logits = capped(products(q_i, k_j) * to_product, soft_cap)
+
+            def mask(_, logits_and_values):
+                logits, v_j = logits_and_values
+                bias_j, position_j, position_i = blocks.positions(i, j)
+                live = live_slots(bias_j, position_j)[..., None]
+                logits = masked(logits, bias_j, position_j, position_i, window)
+                return logits, jnp.where(live, v_j, 0)
+
+            logits, v_j = jax.lax.fori_loop(0, blocks.masks(i, j), mask, (logits, v_j))
             new_top = jnp.maximum(top, logits.max(-1))
             finite = finite_or_zero(new_top)
             weights = jnp.exp(logits - finite[..., None])
@@ -72,56 +88,33 @@ def attention_by_blocks(
             jnp.zeros(rows, jnp.float32),
             jnp.zeros((*rows, head_dim), jnp.float32),
         )
-        start = varying(start, k, v, *blocks[:5])
+        start = varying(start, q, k, v, *blocks[:5])
         top, total, acc = jax.lax.fori_loop(*blocks.keys_of_query(i), key_block, start)
         out = unscaled(acc, v.dtype) / or_one(total)[..., None]
-        return out.astype(v.dtype), top + jnp.log(total)
+        return blocks.put(i, results, (out.astype(v.dtype), top + jnp.log(total)))
 
-    out, lse = jax.lax.map(query_block, jnp.arange(blocks.num_query))
-    out = blocks.join_queries(out)[..., :tokens, :]
-    return out, blocks.join_queries(lse)[..., :tokens]
+    results = jnp.zeros(q.shape, v.dtype), jnp.zeros(q.shape[:-1], jnp.float32)
+    results = varying(results, q, k, v, *blocks[:5])
+    return jax.lax.fori_loop(0, blocks.num_query, query_block, results)
 
 
-def sums_by_blocks(
-    q: Float[Array, "B H G T D"],
-    k: Float[Array, "B H S D"],
-    bias: Float[Array, "B H S"],
-    lse: Float[Array, "B H G T"],
-    query_position: Int[Array, "B T"],
-    key_position: Int[Array, "B H S"],
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-) -> Float[Array, "B H G S"]:
+def sums_by_blocks(*args: Array, **options) -> Float[Array, "B H G S"]:
     """Computes `column_sums` block by block."""
-    blocks = _Blocks.of(q, bias, query_position, key_position, window)
-    lse = blocks.split_queries(_pad(lse, blocks.queries, 3, -jnp.inf))
-    mask_and_scale = functools.partial(masked_logits, scale=scale, window=window, soft_cap=soft_cap)
-    group = q.shape[2]
-
-    def key_block(j):
-        k_j, *slot_data = blocks.key(j, k)
-
-        def query_block(i, sums):
-            q_i, position_i = blocks.query(i)
-            logits = mask_and_scale(q_i, k_j, slot_data[0], slot_data[1], position_i)
-            row_lse = finite_or_zero(entry_of(lse, i)).reshape(logits.shape[:-1])
-            probabilities = jnp.exp(logits - row_lse[..., None])
-            per_head = probabilities.reshape(*logits.shape[:2], group, -1, blocks.key_size)
-            return sums + per_head.sum(3)
-
-        start = jnp.zeros((*q.shape[:3], blocks.key_size), jnp.float32)
-        start = varying(start, k, lse, *blocks[:5])
-        return jax.lax.fori_loop(*blocks.queries_of_key(j), query_block, start)
-
-    sums = jax.lax.map(key_block, jnp.arange(blocks.num_key))  # [J, B, H, G, key_size]
-    sums = jnp.moveaxis(sums, 0, 3).reshape(*q.shape[:3], -1)
-    tail = bias.shape[-1] - (blocks.num_key - 1) * blocks.key_size
-    return jnp.concatenate((sums[..., : -blocks.key_size], sums[..., -tail:]), axis=-1)
+    return _over_queries(
+        *args, **options, start=0.0, add=lambda x, log_p: x + jnp.exp(log_p).sum(3)
+    )
 
 
-def maxima_by_blocks(
+def maxima_by_blocks(*args: Array, **options) -> Float[Array, "B H G S"]:
+    """Computes `column_maxima` block by block.
+
+    The largest probability is that of the largest logarithm: one exponential for each slot.
+    """
+    add = lambda x, log_p: jnp.maximum(x, log_p.max(3))  # noqa: E731
+    return jnp.exp(_over_queries(*args, **options, start=-jnp.inf, add=add))
+
+
+def _over_queries(
     q: Float[Array, "B H G T D"],
     k: Float[Array, "B H S D"],
     bias: Float[Array, "B H S"],
@@ -132,59 +125,70 @@ def maxima_by_blocks(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    start: float,
+    add: Callable[[Array, Array], Array],
 ) -> Float[Array, "B H G S"]:
-    """Computes `column_maxima` block by block."""
+    """Reduces the logarithms of all probabilities of a slot to one number, block by block.
+
+    Args:
+      start: the number before any query.
+      add: returns the numbers `[B, H, G, S]` of a block after more queries, of the numbers before
+        and of the logarithms `[B, H, G, T, S]`.
+    """
     blocks = _Blocks.of(q, bias, query_position, key_position, window)
-    lse = blocks.split_queries(_pad(lse, blocks.queries, 3, -jnp.inf))
-    mask_and_scale = functools.partial(masked_logits, scale=scale, window=window, soft_cap=soft_cap)
+    to_query, to_product = _factors(scale, k.dtype)
 
     def key_block(j):
-        k_j, *slot_data = blocks.key(j, k)
+        (k_j,) = blocks.keys(j, k)
 
-        def query_block(i, top):
-            q_i, position_i = blocks.query(i)
-            logits = mask_and_scale(q_i, k_j, slot_data[0], slot_data[1], position_i)
-            row_lse = finite_or_zero(entry_of(lse, i))[..., None]
-            log_p = logits.reshape(*row_lse.shape[:-1], blocks.key_size) - row_lse
-            return jnp.maximum(top, log_p.max(3))
+        def query_block(i, numbers):
+            q_i = blocks.queries(i, q).astype(k.dtype) * to_query
+            logits = capped(products(q_i, k_j) * to_product, soft_cap)
 
-        start = jnp.full((*q.shape[:3], blocks.key_size), -jnp.inf, jnp.float32)
-        start = varying(start, k, lse, *blocks[:5])
-        # The largest probability is that of the largest logarithm: one exponential for each slot.
-        return jnp.exp(jax.lax.fori_loop(*blocks.queries_of_key(j), query_block, start))
+            def mask(_, logits):
+                return masked(logits, *blocks.positions(i, j), window)
 
-    maxima = jax.lax.map(key_block, jnp.arange(blocks.num_key))  # [J, B, H, G, key_size]
-    maxima = jnp.moveaxis(maxima, 0, 3).reshape(*q.shape[:3], -1)
+            logits = jax.lax.fori_loop(0, blocks.masks(i, j), mask, logits)
+            log_p = logits - finite_or_zero(blocks.queries(i, lse))[..., None]
+            return add(numbers, log_p.reshape(*q.shape[:3], -1, blocks.key_size))
+
+        first = jnp.full((*q.shape[:3], blocks.key_size), start, jnp.float32)
+        first = varying(first, q, k, lse, *blocks[:5])
+        return jax.lax.fori_loop(*blocks.queries_of_key(j), query_block, first)
+
+    numbers = jax.lax.map(key_block, jnp.arange(blocks.num_key))  # [J, B, H, G, key_size]
+    numbers = jnp.moveaxis(numbers, 0, 3).reshape(*q.shape[:3], -1)
     tail = bias.shape[-1] - (blocks.num_key - 1) * blocks.key_size
-    return jnp.concatenate((maxima[..., : -blocks.key_size], maxima[..., -tail:]), axis=-1)
+    return jnp.concatenate((numbers[..., : -blocks.key_size], numbers[..., -tail:]), axis=-1)
 
 
 class _Blocks(NamedTuple):
-    """Queries and slots cut into blocks, with the range of blocks that each block meets."""
+    """Queries and slots cut into blocks, with the range of blocks that each block meets.
 
-    q: Array  # [I, B, H, G * query_size, D]
-    query_position: Array  # [I, B, query_size]
-    bias: Array  # [B, H, J * key_size]
-    key_position: Array  # [B, H, J * key_size]
+    A slice that would reach beyond the end starts earlier instead. So the last block has the last
+    queries or slots, and `_pad_tail` hides those that the block before has, too. Queries, keys and
+    values need no padding, which would copy them.
+    """
+
+    query_position: Int[Array, "B IT"]
+    bias: Float[Array, "B H JS"]
+    key_position: Int[Array, "B H JS"]
     met: Bool[Array, "I J"]  # whether the blocks meet in any row and head
+    masked: Int[Array, "I J"]  # 1 if a mask or a bias changes logits in any row and head, else 0
     query_size: int
     key_size: int
-    group: int
 
     @classmethod
     def of(cls, q, bias, query_position, key_position, window):
-        batch, kv_heads, group, tokens, head_dim = q.shape
-        query_size, key_size = _block_sizes(tokens)
-        key_size = min(key_size, bias.shape[-1])
-        padded = math.ceil(tokens / query_size) * query_size
-        q = _pad(q, padded, 3).reshape(batch, kv_heads, group, -1, query_size, head_dim)
-        q = jnp.moveaxis(q, 3, 0).reshape(-1, batch, kv_heads, group * query_size, head_dim)
-        query_position = _pad(query_position, padded, 1, -1)
+        heads = counted_rows(q) * q.shape[1] * q.shape[2]
+        query_size, key_size = _block_sizes(heads, q.shape[3], bias.shape[-1], window)
+        query_position = _pad_tail(query_position, query_size, -1)
         bias = _pad_tail(bias, key_size, -jnp.inf)
         key_position = _pad_tail(key_position, key_size, -1)
-        met = meets(query_position, bias, key_position, window, query_size, key_size).any((0, 1))
-        query_position = jnp.moveaxis(query_position.reshape(batch, -1, query_size), 1, 0)
-        return cls(q, query_position, bias, key_position, met, query_size, key_size, group)
+        args = query_position, bias, key_position, window, query_size, key_size
+        met, masked = meets(*args).any((0, 1)), ~sees_all(*args).all((0, 1))
+        masked = masked.astype(jnp.int32)
+        return cls(query_position, bias, key_position, met, masked, query_size, key_size)
 
     @property
     def num_query(self) -> int:
@@ -194,22 +198,39 @@ class _Blocks(NamedTuple):
     def num_key(self) -> int:
         return self.met.shape[1]
 
-    @property
-    def queries(self) -> int:
-        return self.num_query * self.query_size
+    def queries(self, i, x):
+        """Returns block i of `x [B, H, G, T, ...]` as `[B, H, G * query_size, ...]`."""
+        block = block_of(x, i * self.query_size, self.query_size, 3)
+        return block.reshape(*x.shape[:2], -1, *x.shape[4:])
 
-    def query(self, i):
-        return entry_of(self.q, i), entry_of(self.query_position, i)
+    def put(self, i, results, blocks):
+        """Writes block i of each of `results [B, H, G, T, ...]`."""
 
-    def key(self, j, *rows):
-        """Returns block j of `rows [B, H, S, D]`, of the bias and of the positions.
+        def write(x, block):
+            block = block.reshape(*x.shape[:3], self.query_size, *x.shape[4:])
+            return jax.lax.dynamic_update_slice_in_dim(
+                x, block, i * self.query_size, 3, allow_negative_indices=False
+            )
 
-        A slice that would reach beyond the last slot starts earlier instead. So the last block has
-        the last `key_size` slots, and `_pad_tail` hides those that the block before has had. Keys
-        and values need no padding, which would copy them.
+        return jax.tree.map(write, results, blocks)
+
+    def keys(self, j, *rows):
+        """Returns block j of `rows [B, H, S, ...]`."""
+        return tuple(block_of(x, j * self.key_size, self.key_size, 2) for x in rows)
+
+    def positions(self, i, j) -> tuple[Array, Array, Array]:
+        """Returns the bias and the positions of block j, and the positions of queries i."""
+        bias, position = self.keys(j, self.bias, self.key_position)
+        start = i * self.query_size
+        return bias, position, block_of(self.query_position, start, self.query_size, 1)
+
+    def masks(self, i, j):
+        """Returns how many times logits have to be masked: the length of a loop, 0 or 1.
+
+        A condition in its place was a little slower on CPU (58 ms, not 57, in one run). Elsewhere
+        the host would wait for that length, so that all blocks are masked.
         """
-        start, arrays = j * self.key_size, (*rows, self.bias, self.key_position)
-        return tuple(block_of(x, start, self.key_size, 2) for x in arrays)
+        return entry_of(entry_of(self.masked, i), j) if jax.default_backend() == "cpu" else 1
 
     def keys_of_query(self, i):
         return hull(entry_of(self.met, i), 0)
@@ -217,35 +238,28 @@ class _Blocks(NamedTuple):
     def queries_of_key(self, j):
         return hull(entry_of(self.met, j, axis=1), 0)
 
-    def split_queries(self, x):
-        """Reshapes `[B, H, G, T, ...]` to `[I, B, H, G, query_size, ...]`."""
-        return jnp.moveaxis(x.reshape(*x.shape[:3], self.num_query, self.query_size), 3, 0)
 
-    def join_queries(self, x):
-        """Reshapes `[I, B, H, G * query_size, ...]` back to `[B, H, G, T, ...]`."""
-        x = x.reshape(*x.shape[:3], self.group, self.query_size, *x.shape[4:])
-        x = jnp.moveaxis(x, 0, 3)
-        return x.reshape(*x.shape[:3], self.queries, *x.shape[5:])
+def _factors(scale: float, dtype: DTypeLike) -> tuple[float, float]:
+    """Returns factors of the queries and of the products; 16 bits would round scaled queries."""
+    return (scale, 1.0) if dtype == jnp.float32 else (1.0, scale)
 
 
-def _block_sizes(tokens: int) -> tuple[int, int]:
+def _block_sizes(heads: int, tokens: int, slots: int, window: int | None) -> tuple[int, int]:
     """Returns how many queries and how many slots a block has."""
     if jax.default_backend() != "cpu":
-        return min(ACCELERATOR_BLOCK, tokens), ACCELERATOR_BLOCK
+        return min(ACCELERATOR_BLOCK, tokens), min(ACCELERATOR_BLOCK, slots)
     queries = min(QUERY_BLOCK, tokens)
-    return queries, min(QUERY_BLOCK * KEY_BLOCK // queries, MOST_SLOTS)
+    if heads * queries * KEY_BLOCK > MOST_LOGITS:
+        queries = min(QUERY_BLOCK // 2, tokens)
+    seen = slots if window is None else min(slots, window)
+    keys = min(MOST_LOGITS // (heads * queries), seen // 4, MOST_SLOTS) // KEY_BLOCK * KEY_BLOCK
+    return queries, min(max(keys, KEY_BLOCK), slots)
 
 
 def _pad_tail(x: Array, block: int, value: float) -> Array:
-    """Pads `x [B, H, S]` to whole blocks, at the start of the last block."""
+    """Pads `x [..., S]` to whole blocks, at the start of the last block."""
     tail = x.shape[-1] % block
     if tail == 0:
         return x
     fill = jnp.full((*x.shape[:-1], block - tail), value, x.dtype)
     return jnp.concatenate((x[..., :-tail], fill, x[..., -tail:]), axis=-1)
-
-
-def _pad(x: Array, size: int, axis: int, value: float = 0) -> Array:
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, size - x.shape[axis])
-    return jnp.pad(x, widths, constant_values=value) if size > x.shape[axis] else x

@@ -18,26 +18,6 @@ def products(q: Float[Array, "B H R D"], k: Float[Array, "B H S D"]) -> Float[Ar
     return jnp.einsum("bhrd,bhsd->bhrs", q.astype(k.dtype), k, preferred_element_type=jnp.float32)
 
 
-def masked_logits(
-    q: Float[Array, "B H R D"],
-    k: Float[Array, "B H S D"],
-    bias: Float[Array, "B H S"],
-    key_position: Int[Array, "B H S"],
-    query_position: Int[Array, "B T"],
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-) -> Float[Array, "B H R S"]:
-    """Returns float32 attention logits, `-inf` where a query does not see a slot.
-
-    The R query rows of a KV head are its G query heads times the T tokens, tokens fastest. Masking
-    uses `where`, so that the contents of a free slot's key never reach the result.
-    """
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
-    return mask_products(products(q, k), bias, key_position, query_position, **options)
-
-
 def mask_products(
     products: Float[Array, "B H R S"],
     bias: Float[Array, "B H S"],
@@ -48,11 +28,29 @@ def mask_products(
     window: int | None,
     soft_cap: float | None,
 ) -> Float[Array, "B H R S"]:
-    """Returns `masked_logits` from products `q·k`."""
-    rows, tokens = products.shape[2], query_position.shape[1]
-    logits = products * scale
-    if soft_cap is not None:
-        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    """Returns float32 attention logits from products `q·k`, scaled, capped and masked."""
+    logits = capped(products * scale, soft_cap)
+    return masked(logits, bias, key_position, query_position, window)
+
+
+def capped(logits: Float[Array, "*R"], soft_cap: float | None) -> Float[Array, "*R"]:
+    """Returns logits between `-soft_cap` and `soft_cap`. None: as they are."""
+    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
+
+
+def masked(
+    logits: Float[Array, "B H R S"],
+    bias: Float[Array, "B H S"],
+    key_position: Int[Array, "B H S"],
+    query_position: Int[Array, "B T"],
+    window: int | None,
+) -> Float[Array, "B H R S"]:
+    """Adds the bias to logits, and makes them `-inf` where a query does not see a slot.
+
+    The R query rows of a KV head are its G query heads times the T tokens, tokens fastest. Masking
+    uses `where`, so that the contents of a free slot's key never reach the result.
+    """
+    rows, tokens = logits.shape[2], query_position.shape[1]
     visible = visible_slots(bias, key_position, query_position, window)
     logits = logits + bias[:, :, None, :]
     grouped = logits.reshape(*logits.shape[:2], rows // tokens, tokens, -1)

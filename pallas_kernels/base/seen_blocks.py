@@ -32,6 +32,25 @@ def meets(
     return sees
 
 
+def sees_all(
+    query_position: Int[Array, "B R"],
+    bias: Float[Array, "B H S"],
+    key_position: Int[Array, "B H S"],
+    window: int | None,
+    rows: int,
+    block: int,
+) -> Bool[Array, "B H I J"]:
+    """Returns whether all of tile i's queries see all of block j's slots, whose biases are all 0.
+
+    Then logits are products alone, to which no mask and no bias is applied.
+    """
+    query = _in_tiles(query_position, rows)[:, None, :, None]
+    key = _in_tiles(jnp.where(bias == 0, key_position, -1), block)[:, :, None]
+    oldest_key = key.min(-1)
+    sees = (oldest_key >= 0) & (key.max(-1) <= query.min(-1))
+    return sees if window is None else sees & (oldest_key > query.max(-1) - window)
+
+
 def _in_tiles(position: Int[Array, "*B N"], size: int) -> Int[Array, "*B I size"]:
     """Cuts positions into tiles; -1 fills the last one."""
     tiles = -(-position.shape[-1] // size)

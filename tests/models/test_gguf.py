@@ -353,7 +353,7 @@ def test_quantised_weights(tmp_path, kind):
     keys = ours["layers", 1, "attention", "qkv_proj", "kernel"][:, rows : rows + config.head_dim]
     np.testing.assert_array_equal(ours["embed", "embedding"], state["token_embd.weight"])
     np.testing.assert_array_equal(ours["lm_head", "kernel"], state["output.weight"])
-    np.testing.assert_array_equal(ours[gate_up][1], state["blk.1.ffn_up.weight"])
+    np.testing.assert_array_equal(ours[gate_up][:, 1], state["blk.1.ffn_up.weight"])
     np.testing.assert_array_equal(
         permuted(keys.reshape(-1, keys.shape[-1]), 2), state["blk.1.attn_k.weight"]
     )

@@ -385,7 +385,7 @@ def test_weights_that_are_not_finite(checkpoint, value, dtype, read):
     with pytest.raises(ValueError, match=rf"{UP} of .*model\.safetensors has NaN or inf.*{dtype}"):
         from_pretrained(folder, dtype)
     model = from_pretrained(folder, dtype, allow_nonfinite=True)
-    last = np.asarray(model.layers[0].mlp.gate_up_proj.kernel.get_value(), np.float32)[1, -1, -1]
+    last = np.asarray(model.layers[0].mlp.gate_up_proj.kernel.get_value(), np.float32)[-1, 1, -1]
     np.testing.assert_array_equal(last, read)
 
 
@@ -410,7 +410,7 @@ def test_sharding(saved):
     model = from_pretrained(saved[False][0], sharding=rule)
     assert_equal(model, expected)
     assert model.layers[1].mlp.gate_up_proj.kernel.get_value().sharding == columns
-    assert asked["layers.0.mlp.gate_up_proj.kernel"] == (2, 48, 32)
+    assert asked["layers.0.mlp.gate_up_proj.kernel"] == (48, 2, 32)
     assert asked["embed.embedding"] == (97, 32) and len(asked) == len(parameters(model))
 
 
@@ -448,8 +448,8 @@ def same(model, other):
         assert np.array_equal(np.asarray(a), np.asarray(b))
 
 def rule(name, shape):
-    divided = len(shape) > 1 and shape[1] % 4 == 0
-    return NamedSharding(first, P(None, "tensor") if divided else P())
+    divided = len(shape) > 1 and shape[0] % 4 == 0
+    return NamedSharding(first, P("tensor") if divided else P())
 
 parts, aligned = [], loading._aligned
 def watched(shape, dtype):
@@ -462,10 +462,10 @@ parts.clear()
 model = from_pretrained(folder / "model", sharding=rule)
 same(model, plain)
 kernel = model.layers[0].mlp.gate_up_proj.kernel.get_value()
-assert kernel.sharding == NamedSharding(first, P(None, "tensor")), kernel.sharding
-assert kernel.addressable_shards[0].data.shape == (2, 12, 32)
+assert kernel.sharding == NamedSharding(first, P("tensor")), kernel.sharding
+assert kernel.addressable_shards[0].data.shape == (12, 2, 32)
 # Four parts of a quarter each, not one for each device, and never the whole.
-assert parts.count((2, 12, 32)) == 4 * 2 and (2, 48, 32) not in parts, parts
+assert parts.count((12, 2, 32)) == 4 * 2 and (48, 2, 32) not in parts, parts
 
 with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(folder / "checkpoint", nnx.state(model))

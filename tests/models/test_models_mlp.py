@@ -24,7 +24,7 @@ def mlp_of() -> MLP:
 
 def reference(mlp: MLP, x: np.ndarray) -> np.ndarray:
     """`down(silu(gate(x)) * up(x))` in float64."""
-    gate, up = np.asarray(mlp.gate_up_proj.kernel[...], np.float64).transpose(0, 2, 1)
+    gate, up = np.asarray(mlp.gate_up_proj.kernel[...], np.float64).transpose(1, 2, 0)
     down = np.asarray(mlp.down_proj.kernel[...], np.float64).T
     x = x.astype(np.float64)
     gated = x @ gate

@@ -182,8 +182,25 @@ class ClusterKV(Recall):
         """Clusters everything except the sinks; in a further turn only new tokens, if possible."""
         clusters, key = state
         slot = jax.lax.broadcasted_iota(jnp.int32, cache.shape, 2)
-        last = varying(jnp.full_like(slot, LAST), cache.k)
         empty = varying(self._no_clusters(cache, jnp.minimum(cache.used, self.sinks)), cache.k)
+        if STORED_SLOT not in cache.columns:  # a first prompt
+            heads = jnp.broadcast_to(step.rows[:, None], cache.shape[:2])
+            place, made = self._cluster_all(cache, empty, key, heads, step)
+        else:
+            place, made = self._cluster_further(cache, clusters, empty, key, step)
+        # A stable sort keeps the order of positions within a cluster.
+        source = jax.lax.sort((place, slot), dimension=2, num_keys=1)[-1]
+        return Order(source), (step.of_rows(made, clusters), key)
+
+    def _cluster_further(
+        self, cache: KVCache, clusters: Clusters, empty: Clusters, key: Array, step: Step
+    ) -> tuple[Int[Array, "B H S"], Clusters]:
+        """Clusters new tokens beside existing clusters, or all tokens where those cannot stay.
+
+        Returns the sort key of each slot, and all clusters.
+        """
+        slot = jax.lax.broadcasted_iota(jnp.int32, cache.shape, 2)
+        last = varying(jnp.full_like(slot, LAST), cache.k)
         earlier = dataclasses.replace(clusters, budget=empty.budget, per_cluster=empty.per_cluster)
         earlier = varying(earlier, cache.k)
         stay = self._can_stay(cache, earlier)
@@ -200,10 +217,7 @@ class ClusterKV(Recall):
         # the slots in which they were stored.
         stored_slot = cache.column(STORED_SLOT)
         kept = jnp.where(slot < earlier.clustered[..., None], stored_slot, added)
-        place = jnp.where(anew[..., None], place, kept)
-        # A stable sort keeps the order of positions within a cluster.
-        source = jax.lax.sort((place, slot), dimension=2, num_keys=1)[-1]
-        return Order(source), (step.of_rows(of_heads(anew, remade, grown), clusters), key)
+        return jnp.where(anew[..., None], place, kept), of_heads(anew, remade, grown)
 
     def _can_stay(self, cache: KVCache, clusters: Clusters) -> Bool[Array, "B H"]:
         """Returns whether existing clusters can stay, with clusters of the new tokens beside them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
@@ -49,23 +50,35 @@ def recalled_slots(
             query, clusters.centroids, clusters.sizes, most=most, **ranking._asdict()
         )
 
-    def listed(order: Int[Array, "B K M"]) -> Int[Array, "B K N"]:
-        sinks_first = jnp.pad(order + 1, ((0, 0), (0, 0), (1, 0)))
-        return build_indices(
-            sinks_first, *clusters.with_sinks(), clusters.budget[:, None], length=length,
-            implementation=ranking.implementation,
-        )  # fmt: skip
-
     if likely >= num_clusters or not on_one_cpu(ranking.implementation, clusters.centroids):
-        return listed(ranked(num_clusters))
-    order = ranked(likely)
+        order = ranked(num_clusters)
+    else:
+        order = _ranked_if_needed(ranked, clusters, likely)
+    sinks_first = jnp.pad(order + 1, ((0, 0), (0, 0), (1, 0)))
+    return build_indices(
+        sinks_first, *clusters.with_sinks(), clusters.budget[:, None], length=length,
+        implementation=ranking.implementation,
+    )  # fmt: skip
+
+
+def _ranked_if_needed(
+    ranked: Callable[[int], Int[Array, "B K _"]], clusters: Clusters, likely: int
+) -> Int[Array, "B K C"]:
+    """Ranks all clusters only if the `likely` best have fewer slots than the budget."""
+    num_clusters, order = clusters.sizes.shape[2], ranked(likely)
     sizes = take_slots(clusters.sizes, order)
     wanted = clusters.budget[:, None] - clusters.sinks
     wanted = jnp.repeat(wanted, order.shape[1] // wanted.shape[1], axis=1)
     # Empty clusters are ranked last: if the last of the best is empty, no other has slots.
     full = (sizes.sum(-1, dtype=jnp.int32) >= wanted) | (sizes[..., -1] == 0)
 
-    def rank_again() -> Int[Array, "B K N"]:
-        return jax.lax.cond(full.all(), lambda: listed(order), lambda: listed(ranked(num_clusters)))
+    # Whatever follows a full list is cut off, and what follows an empty cluster has no slots. So
+    # the last of the best is repeated, and one list serves both cases.
+    padding = (0, 0), (0, 0), (0, num_clusters - likely)
+
+    def rank_again() -> Int[Array, "B K C"]:
+        return jax.lax.cond(
+            full.all(), lambda: jnp.pad(order, padding, mode="edge"), lambda: ranked(num_clusters)
+        )
 
     return jax.jit(rank_again)()
