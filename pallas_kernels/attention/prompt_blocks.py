@@ -1,8 +1,8 @@
 """The XLA reference of a prompt's attention, column sums and maxima: loops over blocks.
 
 None of them ever holds more than one block of logits. Blocks before the first and after the last
-that a query may see are skipped at run time. On a CPU, only blocks in which a query does not see a
-slot, or a slot has a bias, are masked: those at the diagonal, at a window's end and with free slots.
+that a query may see are skipped at run time. On a CPU, only blocks in which a query does not see
+a slot, or a slot has a bias, are masked: at the diagonal, at a window's end, with free slots.
 
 On a GPU, the device alone knows the bounds of these loops. XLA runs loops from the host, so it
 waits for the device before each block.
