@@ -9,11 +9,17 @@ from .attention.layer import LayerCache
 from .attention.rows import put_rows, take_rows
 from .cache.nbytes import nbytes
 from .compose.bind import bind
+from .compose.by_head import HeadProfile, by_head
 from .compose.chain import chain
 from .compose.in_slots import in_slots
 from .compose.ring import Ring
 from .compose.wrappers import Every, Everywhere, HeadGroups, PerLayer, WhenFull
-from .generation.calibration import calibrate_infinigen, calibrate_outlier_heads, calibrated
+from .generation.calibration import (
+    calibrate_heads,
+    calibrate_infinigen,
+    calibrate_outlier_heads,
+    calibrated,
+)
 from .generation.chat import chat_end_tokens
 from .generation.context import Context
 from .generation.context_files import load_context, save_context
@@ -61,6 +67,7 @@ __all__ = [
     "FunctionalModel",
     "Generation",
     "HeadGroups",
+    "HeadProfile",
     "InfiniGen",
     "InfiniGenCalibration",
     "KVCrush",
@@ -89,6 +96,8 @@ __all__ = [
     "WhenFull",
     "attend",
     "bind",
+    "by_head",
+    "calibrate_heads",
     "calibrate_infinigen",
     "calibrate_outlier_heads",
     "calibrated",

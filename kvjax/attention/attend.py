@@ -222,7 +222,8 @@ def _attend_layer(
         return _attend_rectangle(cache, tokens, call)
     group = tokens.q.shape[1] // tokens.k.shape[1]
     outs, caches, order = [], [], []
-    for (heads, _), part in zip(transform.groups, cache, strict=True):
+    for (numbers, _), part in zip(transform.groups, cache, strict=True):
+        heads = numbers if part.heads is None else part.heads
         new = tokens.of_heads(heads, group), call.of_heads(heads, group)
         out, part = _attend_rectangle(part, *new)
         outs.append(out)

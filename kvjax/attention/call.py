@@ -16,6 +16,8 @@ from kvjax.cache.slots import KVCache, ranks
 from kvjax.protocol import AttentionOptions, Needs, Phase
 from kvjax.rope import Rope
 
+Heads = Sequence[int] | Int[Array, " H"]  # numbers of KV heads
+
 
 class Tokens(NamedTuple):
     """The new tokens of a call.
@@ -32,9 +34,9 @@ class Tokens(NamedTuple):
     positions: Int[Array, "B T"]
     predicted: Float[Array, "B Q T D"] | None = None
 
-    def of_heads(self, kv_heads: Sequence[int], group: int) -> Tokens:
+    def of_heads(self, kv_heads: Heads, group: int) -> Tokens:
         """The tokens of some KV heads, each with its `group` query heads."""
-        kv, query = jnp.array(kv_heads), query_heads(kv_heads, group)
+        kv, query = jnp.asarray(kv_heads), query_heads(kv_heads, group)
         predicted = None if self.predicted is None else self.predicted[:, query]
         k, v = self.k[:, kv], self.v[:, kv]
         return self._replace(q=self.q[:, query], k=k, v=v, predicted=predicted)
@@ -72,15 +74,15 @@ class Call:
         """Static options by name, as the operations of `pallas_kernels` take them."""
         return {**self.options.static, "implementation": self.implementation}
 
-    def of_heads(self, kv_heads: Sequence[int], group: int) -> Call:
+    def of_heads(self, kv_heads: Heads, group: int) -> Call:
         """The call for some KV heads: with the sinks of their query heads."""
         options = self.options.of_heads(query_heads(kv_heads, group))
         return dataclasses.replace(self, options=options)
 
 
-def query_heads(kv_heads: Sequence[int], group: int) -> Int[Array, " N"]:
+def query_heads(kv_heads: Heads, group: int) -> Int[Array, " N"]:
     """The query heads of some KV heads, in their order."""
-    return jnp.array([head * group + g for head in kv_heads for g in range(group)])
+    return (jnp.asarray(kv_heads)[:, None] * group + jnp.arange(group)).reshape(-1)
 
 
 def key_positions(needs: Needs, kv: KVCache) -> Int[Array, "B H S"]:

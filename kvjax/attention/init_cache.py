@@ -149,7 +149,13 @@ def init_cache(
             init_cache(tx, kv_heads=len(heads), query_heads=len(heads) * group, **same)
             for heads, tx in transform.groups
         )
-        return tuple(dataclasses.replace(cache, placement=whole) for cache in made)
+        heads = transform.heads_of(layer)
+        if transform.order is None:
+            return tuple(dataclasses.replace(cache, placement=whole) for cache in made)
+        return tuple(
+            dataclasses.replace(cache, placement=whole, heads=jnp.array(numbers, jnp.int32))
+            for cache, numbers in zip(made, heads, strict=True)
+        )
     extent, needs = transform.extent(Extent(max_prompt, max_new)), transform.needs
     if needs.reposition and needs.decode_queries:
         raise ValueError(
@@ -179,7 +185,9 @@ def init_cache(
     options = AttentionOptions(scale, window, soft_cap, sinks)
     placement = Placement.of(mesh, kv_heads, divisible=True)
     rope = kept_rope(transform, rope)
-    return LayerCache(kv, state, last_queries, rope, transform, max_length, options, placement)
+    return LayerCache(
+        kv, state, last_queries, rope, None, transform, max_length, options, placement
+    )  # fmt: skip
 
 
 def _writes_often(transform: KVTransform, kv: KVCache) -> bool:

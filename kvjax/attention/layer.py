@@ -65,6 +65,8 @@ class LayerCache:
         otherwise.
       rope: the last prompt's, and that of `init_cache` before, where a method looks at unrotated
         keys at a flush; None otherwise.
+      heads: the layer's KV heads that are here, where `HeadGroups` has an order for each layer;
+        None otherwise.
       transform: what it was made for (static).
       max_length: tokens of a row that it was made for, prompt and new ones together (static). A
         model that decides by the length of a text decides by this number, so that one text gives
@@ -78,6 +80,7 @@ class LayerCache:
     state: State
     window: QueryWindow | None
     rope: Rope | None
+    heads: Int[Array, " H"] | None
     transform: KVTransform = field(metadata={"static": True})
     max_length: int = field(metadata={"static": True})
     options: AttentionOptions
@@ -118,6 +121,7 @@ class Reading:
     begun: bool = field(default=True, metadata={"static": True})
 
     kv = property(lambda self: self.cache.kv)
+    heads = property(lambda self: self.cache.heads)
     transform = property(lambda self: self.cache.transform)
     placement = property(lambda self: self.cache.placement)
     max_length = property(lambda self: self.cache.max_length)

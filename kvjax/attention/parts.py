@@ -60,7 +60,13 @@ def has_rows(cache: Part) -> Part:
     )  # fmt: skip
     state = jax.tree.unflatten(jax.tree.structure(cache.state), flags)
     return dataclasses.replace(
-        cache, kv=every(kv), state=state, window=every(cache.window), rope=rope, options=options
+        cache,
+        kv=every(kv),
+        state=state,
+        window=every(cache.window),
+        rope=rope,
+        heads=every(cache.heads, False),
+        options=options,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from jaxtyping import Array, Float
 
 from kvjax.attention.call import (
     Call,
+    Heads,
     Tokens,
     add_attention,
     key_positions,
@@ -130,6 +130,19 @@ def look(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B 
     return out.reshape(tokens.q.shape).astype(tokens.q.dtype), reading
 
 
+def step_of(reading: Reading, implementation: str | None = None) -> Step:
+    """Returns the account of a whole prompt, by which its transform decides."""
+    kv, needs, rope, keys = reading.kv, reading.transform.needs, reading.rope, reading.kv.k.read()
+    if needs.unrotated_keys:
+        keys = rope.rotate(keys, key_positions(needs, kv))
+    query, query_position = reading.queries or (None, None)
+    return Step(
+        rows=reading.rows, keys=keys, query=query, query_position=query_position,
+        repetition=reading.repetition, length_before=reading.length_before, rope=rope,
+        moment="prompt", options=reading.options, implementation=implementation,
+    )  # fmt: skip
+
+
 def compress(reading: Reading, implementation: str | None = None) -> LayerCache:
     """Ends a prompt: carries out what the transform decides, and gives the layer's cache back.
 
@@ -141,15 +154,7 @@ def compress(reading: Reading, implementation: str | None = None) -> LayerCache:
       implementation: of the operations in `pallas_kernels`, as in `attend` (static).
     """
     cache, kv, transform, rope = reading.cache, reading.kv, reading.transform, reading.rope
-    needs, keys = transform.needs, kv.k.read()
-    if needs.unrotated_keys:
-        keys = rope.rotate(keys, key_positions(needs, kv))
-    query, query_position = reading.queries or (None, None)
-    step = Step(
-        rows=reading.rows, keys=keys, query=query, query_position=query_position,
-        repetition=reading.repetition, length_before=reading.length_before, rope=rope,
-        moment="prompt", options=reading.options, implementation=implementation,
-    )  # fmt: skip
+    needs, step = transform.needs, step_of(reading, implementation)
     parts, states = parts_of(transform), states_of_parts(transform, cache.state)
     first = sum(part.stage == Stage.EVICT for part in parts)
     kv, evicting, _ = decide(parts[:first], kv, states[:first], step)
@@ -187,14 +192,17 @@ def read_for(transform: KVTransform, cache: Cache, reading: Reading) -> Reading 
     if not isinstance(transform, HeadGroups):
         return _read_for(cache, reading, range(reading.kv.shape[1]))
     groups = zip(transform.groups, cache, strict=True)
-    return tuple(_read_for(part, reading, heads) for (heads, _), part in groups)
+    return tuple(
+        _read_for(part, reading, numbers if part.heads is None else part.heads)
+        for (numbers, _), part in groups
+    )
 
 
-def _read_for(cache: LayerCache, reading: Reading, heads: Sequence[int]) -> Reading:
+def _read_for(cache: LayerCache, reading: Reading, heads: Heads) -> Reading:
     """`read_for` with some of the KV heads."""
     begun, seen, needs = _begin(cache, empty=True), reading.kv, cache.transform.needs
     query, kv = query_heads(heads, seen.group), begun.kv
-    k, v = (payload.read()[:, jnp.array(heads)] for payload in (seen.k, seen.v))
+    k, v = (payload.read()[:, jnp.asarray(heads)] for payload in (seen.k, seen.v))
     positions = jnp.where(seen.live[:, 0], seen.position[:, 0], -1)
     if seen.unrotated_keys and not needs.unrotated_keys:
         k = reading.rope.rotate(k, positions)
@@ -212,7 +220,7 @@ def _read_for(cache: LayerCache, reading: Reading, heads: Sequence[int]) -> Read
     repetition = reading.repetition
     if repetition is not None:  # slots are in the order in which their tokens were appended
         repetition = jnp.pad(
-            repetition[:, jnp.array(heads)], ((0, 0), (0, 0), (0, kv.slots - seen.slots))
+            repetition[:, jnp.asarray(heads)], ((0, 0), (0, 0), (0, kv.slots - seen.slots))
         )
     return dataclasses.replace(
         begun, cache=dataclasses.replace(begun.cache, kv=kv), rows=reading.rows, queries=queries,

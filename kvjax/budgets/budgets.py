@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from kvjax.budgets.heads import HeadShares
 from kvjax.checks import MOST_COUNT
 from kvjax.messages import brief
 
@@ -80,8 +81,10 @@ def rows_budget(
     max_length: int,
     minimum: int,
     own: Int[Array, " L"] | tuple[()] = (),
-) -> Int[Array, " B"]:
+) -> Int[Array, " B"] | Int[Array, "B H"]:
     """Returns each row's budget, from its own length (at most `max_length`).
+
+    With `HeadShares`, each row and head has a budget.
 
     Args:
       own: a layer's own budgets over lengths (`kvjax.budgets.layers.layer_table`), which replace
@@ -89,6 +92,8 @@ def rows_budget(
     """
     if isinstance(budget, int | np.integer):
         return jnp.full(length.shape, budget, jnp.int32)
+    if isinstance(budget, HeadShares):
+        return budget.slots(own, length, max_length)
     if isinstance(own, tuple):
         own = jnp.asarray(slots_for(budget, np.arange(max_length + 1), minimum))
     return own[jnp.minimum(length, own.size - 1)].astype(jnp.int32)

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from kvjax.budgets.budgets import Budget
+from kvjax.budgets.heads import HeadShares
 
 KINDS = 4  # largest number of different capacities of layers, each of which is compiled once
 ROUNDING = 1e-9  # added before a floor: a product that rounding has left just below an integer
 
 Slots = Int[np.ndarray, "N L"]
-Table = Int[Array, " L"] | tuple[()]  # a layer's slots for prompts of 0, 1, ... tokens
+# A layer's slots for prompts of 0, 1, ... tokens, or the shares of its heads.
+Table = Int[Array, " L"] | Float[Array, " H"] | tuple[()]
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,8 @@ def layer_table(budget: Budget | None, layer: int, max_length: int) -> Table:
     It becomes part of a transform's state. The table ends where no layer's slots change any more,
     and has the smallest sufficient type.
     """
+    if isinstance(budget, HeadShares):
+        return budget.of_layer(layer)
     if not isinstance(budget, LayerBudget):
         return ()
     slots = budget.of_layers(np.arange(max_length + 1))
@@ -84,9 +88,9 @@ def layer_table(budget: Budget | None, layer: int, max_length: int) -> Table:
     return jnp.asarray(table.astype(np.min_scalar_type(slots.max())))
 
 
-def layers_of(transform: object) -> range | None:
+def layers_of(transform: object) -> Sequence[int] | None:
     """Returns the layers for which a transform with layer budgets was made; None: any layer."""
-    if isinstance(transform, LayerBudget):
+    if isinstance(transform, LayerBudget | HeadShares):
         return transform.layers
     # Budgets may lie deep inside: in parts of a chain, or in the base of a wrapper.
     members = transform if isinstance(transform, tuple) else ()

@@ -206,6 +206,74 @@ def rectangles(
     )
 
 
+class Layout(NamedTuple):
+    """Rectangles that several layers share.
+
+    Args:
+      layers: the layers.
+      rectangles: heads are ranks within a layer, the most needed head first.
+    """
+
+    layers: tuple[int, ...]
+    rectangles: tuple[Rectangle, ...]
+
+
+def layouts(
+    shares_of_layers: Float[np.ndarray, "N H"], tokens: int, *, at_most: int = 3, kinds: int = 4
+) -> tuple[Layout, ...]:
+    """Groups layers that need similar numbers of slots, so that few layouts serve all of them.
+
+    Each layout is compiled once. Its head of rank r has room for the head of rank r of each of its
+    layers. Layers are ordered by what they need in all, and cut into at most `kinds` runs, so that
+    all layers together take the fewest slots.
+
+    Args:
+      shares_of_layers: share of its tokens that each head keeps, in [0, 1].
+      tokens: tokens of which these are shares.
+      at_most: number of rectangles of a layer at most.
+      kinds: number of layouts at most.
+
+    Returns:
+      The layouts. Each layer is in one of them.
+
+    Example:
+      >>> import numpy as np
+      >>> from kvjax.budgets.profile import layouts
+      >>> for layout in layouts(np.array([[0.9, 0.1], [0.0, 0.1], [0.1, 0.8]]), 100, kinds=2):
+      ...     print(layout.layers, [(r.heads, r.slots) for r in layout.rectangles])
+      (1,) [((0,), 10), ((1,), 1)]
+      (0, 2) [((0,), 90), ((1,), 10)]
+    """
+    ranked = -np.sort(-np.asarray(shares_of_layers, np.float64), axis=1)
+    by_need = np.argsort(ranked.sum(1), kind="stable").tolist()
+    count = len(by_need)
+
+    @functools.cache
+    def shared(first: int, end: int) -> tuple[Rectangle, ...]:
+        """Rectangles for the layers `first` to `end - 1` in the order of their needs."""
+        return rectangles(ranked[by_need[first:end]].max(0), tokens, at_most=at_most)
+
+    @functools.cache
+    def best(first: int, left: int) -> tuple[float, tuple[int, ...]]:
+        """Fewest slots of the layers from `first` on in so many layouts, and their ends."""
+        if first == count:
+            return 0, ()
+        if not left:
+            return math.inf, ()
+        ways = []
+        for end in range(first + 1, count + 1):
+            slots = sum(len(r.heads) * r.slots for r in shared(first, end))
+            others, ends = best(end, left - 1)
+            ways.append(((end - first) * slots + others, (end, *ends)))
+        return min(ways)
+
+    ends = best(0, min(kinds, count))[1]
+    return tuple(
+        Layout(tuple(sorted(by_need[first:end])), shared(first, end))
+        for first, end in zip((0, *ends), ends, strict=False)
+    )
+
+
 def _checked(scores: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Returns the scores in float64, or raises ValueError."""
     scores = [np.asarray(x, np.float64) for x in scores]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvjax.checks import check_count
-from kvjax.compose.chain import Chain, chain, regrouped
+from kvjax.compose.chain import Chain, chain
 from kvjax.compose.ring import Ring
 from kvjax.compose.walks import chosen, inner_transforms, walk
 from kvjax.compose.wrappers import Everywhere, HeadGroups, by_head_groups
@@ -75,7 +75,7 @@ def _ring(window: int, transform: KVTransform, layer: int, num_layers: int) -> K
     transform = chosen(transform, layer, num_layers)
     if isinstance(transform, HeadGroups):
         rings = [_ring(window, tx, layer, num_layers) for tx in by_head_groups(transform)]
-        return rings[0] if len(set(rings)) == 1 else regrouped(transform, rings)
+        return rings[0] if len(set(rings)) == 1 else transform.with_transforms(rings)
     parts = list(walk(transform))
     if any(isinstance(part, Everywhere) for part in parts):
         return transform.for_layer(layer, num_layers)

@@ -123,12 +123,6 @@ def decide_parts(
     return kv, state_of_parts(transform, states)
 
 
-def regrouped(groups: HeadGroups, inner: Iterable[KVTransform]) -> HeadGroups:
-    """Replaces the transforms of head groups, in their order."""
-    pairs = zip(groups.groups, inner, strict=True)
-    return HeadGroups(tuple((heads, tx) for (heads, _), tx in pairs))
-
-
 def joined_parts(parts: Iterable[KVTransform]) -> KVTransform:
     """Joins the parts of a chain for one layer into one transform, head groups outside.
 
@@ -147,7 +141,7 @@ def joined_parts(parts: Iterable[KVTransform]) -> KVTransform:
         [inner if part is split[0] else part for part in parts]
         for inner in by_head_groups(split[0])
     )
-    return regrouped(split[0], map(joined_parts, wholes))
+    return split[0].with_transforms(map(joined_parts, wholes))
 
 
 def chain(*transforms: KVTransform) -> KVTransform:

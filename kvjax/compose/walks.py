@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from kvjax.compose.chain import Chain, chain, joined_parts, regrouped
+from kvjax.compose.chain import Chain, chain, joined_parts
 from kvjax.compose.wrappers import Everywhere, HeadGroups, PerLayer, by_head_groups
 from kvjax.protocol import Full, KVTransform
 
@@ -56,13 +56,13 @@ def chosen(transform: KVTransform, layer: int, num_layers: int) -> KVTransform:
     if isinstance(transform, Chain):
         return joined_parts(inner)
     if isinstance(transform, HeadGroups):
-        return regrouped(transform, inner)
+        return transform.with_transforms(inner)
     if not inner:
         return transform
     (base,) = inner
     if isinstance(transform, Everywhere):
         if isinstance(base, HeadGroups):
-            return regrouped(base, map(Everywhere, by_head_groups(base)))
+            return base.with_transforms(map(Everywhere, by_head_groups(base)))
         return Everywhere(base)
     return base if isinstance(base, Full) else dataclasses.replace(transform, base=base)
 
@@ -110,8 +110,8 @@ def _mapped(
 ) -> KVTransform:
     """Does `map_methods` for a composition without `PerLayer`, whose head groups are outside."""
     if isinstance(transform, HeadGroups):
-        return HeadGroups(
-            tuple((group, _mapped(function, tx, group)) for group, tx in transform.groups)
+        return transform.with_transforms(
+            _mapped(function, tx, group) for group, tx in transform.groups
         )
     inner = [_mapped(function, part, heads) for part in inner_transforms(transform)]
     if isinstance(transform, Chain):

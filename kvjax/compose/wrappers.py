@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -76,10 +76,13 @@ class HeadGroups(KVTransform):
 
     Args:
       groups: pairs of (KV heads, transform); together the heads are 0 … H − 1, each once.
+      order: for each layer of the model, the KV heads in the places of the numbers 0 … H − 1. So
+        layers whose groups have other heads are equal values, and share compiled code. None: each
+        number is a head.
 
     Raises:
       TypeError: no tuples of (tuple of heads, transform).
-      ValueError: a head is missing or stands twice, or a group has none.
+      ValueError: a head is missing or stands twice, or a group has none; so for `order`.
 
     Example:
       >>> import kvjax
@@ -90,6 +93,7 @@ class HeadGroups(KVTransform):
     """
 
     groups: tuple[tuple[tuple[int, ...], KVTransform], ...]
+    order: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self):
         if not isinstance(self.groups, tuple) or not all(map(_is_group, self.groups)):
@@ -107,18 +111,33 @@ class HeadGroups(KVTransform):
             check_transform(transform, "HeadGroups")
             if isinstance(transform, HeadGroups):
                 raise ValueError("HeadGroups cannot be nested")
+        for numbers in self.order or ():
+            if sorted(numbers) != list(range(len(heads))):
+                raise ValueError(
+                    f"order must have the KV heads 0 to {len(heads) - 1} of each layer, got "
+                    f"{brief(numbers)}"
+                )
 
     def check_heads(self, kv_heads: int) -> None:
         """Raises ValueError unless the groups name as many KV heads as there are."""
-        named = sum(len(group) for group, _ in self.groups)
-        if named != kv_heads:
-            raise ValueError(f"{self!r} names {named} KV heads, got {kv_heads}")
+        if self.kv_heads != kv_heads:
+            raise ValueError(f"{self!r} names {self.kv_heads} KV heads, got {kv_heads}")
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
         """Returns the groups, each with its transform for this layer."""
-        return HeadGroups(
-            tuple((group, tx.for_layer(layer, num_layers)) for group, tx in self.groups)
-        )
+        return self.with_transforms(tx.for_layer(layer, num_layers) for _, tx in self.groups)
+
+    def with_transforms(self, transforms: Iterable[KVTransform]) -> HeadGroups:
+        """Replaces the groups' transforms, in their order."""
+        pairs = zip(self.groups, transforms, strict=True)
+        return dataclasses.replace(self, groups=tuple((heads, tx) for (heads, _), tx in pairs))
+
+    def heads_of(self, layer: int) -> tuple[tuple[int, ...], ...]:
+        """Returns the KV heads of each group in a layer of the model."""
+        order = range(self.kv_heads) if self.order is None else self.order[layer]
+        return tuple(tuple(order[number] for number in numbers) for numbers, _ in self.groups)
+
+    kv_heads = property(lambda self: sum(len(group) for group, _ in self.groups))
 
     def init(self, cache: KVCache, layer: int) -> NoReturn:
         """Raises ValueError: groups have caches of their own, which a wrapper around all lacks."""
@@ -138,7 +157,7 @@ def map_head_groups(
     """Replaces the transform of a bound layer, or that of each of its head groups."""
     if not isinstance(layer, HeadGroups):
         return function(layer)
-    return HeadGroups(tuple((heads, function(tx)) for heads, tx in layer.groups))
+    return layer.with_transforms(function(tx) for _, tx in layer.groups)
 
 
 def in_head_order(layer: KVTransform, arrays: Sequence[Array]) -> Array:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.attention.attend import complete
 from kvjax.attention.init_cache import init_cache
 from kvjax.attention.kept_tokens import kept_tokens
-from kvjax.attention.layer import Cache, layer_caches, map_parts
+from kvjax.attention.layer import Cache, LayerCache, layer_caches, map_parts
 from kvjax.attention.parts import mesh_of_cache, placed
 from kvjax.attention.prompt import begin, with_repetition
 from kvjax.attention.rows import put_rows, take_rows
@@ -301,9 +301,9 @@ def states_of_layers(layers: tuple[KVTransform, ...], size: CacheSize) -> tuple:
 
 
 def _states_of(transform: KVTransform, size: CacheSize, layer: int) -> tuple:
-    """Returns the state of one layer's transform, for each of its head groups."""
+    """Returns the state and the heads of one layer's transform, for each of its head groups."""
     cache = placed(size.cache(transform, layer))
-    return tuple(part.state for part in layer_caches(cache))
+    return tuple((part.state, part.heads) for part in layer_caches(cache))
 
 
 def new_cache(
@@ -314,8 +314,13 @@ def new_cache(
     # of those where the transform is bound to some.
     bound = layers_of(transform)
     cache = size.cache(transform, 0 if bound is None else bound[0], attention)
-    next_state = iter(states)
-    return map_parts(lambda part: dataclasses.replace(part, state=next(next_state)), cache)
+    of_parts = iter(states)
+
+    def with_state(part: LayerCache) -> LayerCache:
+        state, heads = next(of_parts)
+        return dataclasses.replace(part, state=state, heads=heads)
+
+    return map_parts(with_state, cache)
 
 
 @compiled(static_argnums=(0, 1))

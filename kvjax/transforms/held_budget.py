@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from kvjax.budgets.budgets import Budget, most_slots, rows_budget
+from kvjax.budgets.heads import HeadShares
 from kvjax.budgets.layers import Table, layer_table
 from kvjax.cache.slots import KVCache
 from kvjax.decisions import Keep
@@ -52,7 +53,10 @@ class PromptBudget(KVTransform):
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Table]:
         """Makes the layer's table of budgets."""
-        return cache, layer_table(self.budget, layer, cache.max_prompt)
+        table = layer_table(self.budget, layer, cache.max_prompt)
+        if isinstance(self.budget, HeadShares):  # `foreseen` has one head
+            table = table[: cache.shape[1]]
+        return cache, table
 
     def rows_budget(self, cache: KVCache, table: Table = ()) -> Budgets:
         """Returns the number of prompt tokens that each row keeps."""

@@ -98,11 +98,11 @@ class KVzip(PromptBudget):
             return self._keep_questions(cache, document), state
         new = cache.live & (cache.position >= step.length_before[:, None, None])
         before = cache.live & ~new
-        slots = self.rows_budget(cache, state)[:, None]
+        slots = self.rows_budget(cache, state).reshape(step.rows.shape[0], -1)  # [B, 1] or [B, H]
         if isinstance(self.budget, int):
             slots = jnp.maximum(slots - (before & document).sum(-1), 0)
         else:  # the share of all tokens so far, less that of earlier documents
-            slots = slots - self._slots_before(step.length_before, cache, state)[:, None]
+            slots = slots - self._slots_before(step.length_before, cache, state)
         keep = Keep(
             slots + before.sum(-1), repetition_score(cache, step, new, self.values),
             always=before | (cache.position < self.sinks),
@@ -112,10 +112,10 @@ class KVzip(PromptBudget):
 
     def _slots_before(
         self, length: Int[Array, " B"], cache: KVCache, table: Table
-    ) -> Int[Array, " B"]:
+    ) -> Int[Array, "B H"] | Int[Array, "B 1"]:
         """Returns the documents' slots of rows with so many tokens; none of an empty row."""
         slots = rows_budget(self.budget, length, cache.max_prompt, self.minimum, table)
-        return jnp.where(length > 0, slots, 0)
+        return jnp.where(length[:, None] > 0, slots.reshape(length.shape[0], -1), 0)
 
     def _keep_questions(self, cache: KVCache, document: Bool[Array, "B H S"]) -> Keep:
         """Keeps all documents, and the newest `room` of all other tokens."""
