@@ -101,10 +101,14 @@ class Program:
                 roots[computation] = stack or roots.get(computation, ())
             elif instruction[2] not in NO_KERNEL:
                 called = re.search(r"(?:calls|to_apply)=%([\w.-]+)", line)
-                part = _part(stack or roots.get(called[1] if called else "", ()))
-                # XLA gives products with weights, which it rewrites, no stack.
-                unknown = instruction[2] == "dot" and not stack
-                kernels[instruction[1]] = "products" if unknown else part
+                stack = stack or roots.get(called[1] if called else "", ())
+                part = _part(stack)
+                if not stack:  # of products, which XLA rewrites: those with weights stay dots
+                    if instruction[2] == "dot":
+                        part = "products"
+                    elif instruction[1].startswith("ynn_fusion"):
+                        part = "attention"
+                kernels[instruction[1]] = part
         return kernels
 
 
