@@ -242,7 +242,7 @@ def main() -> None:
             if not rows.has(table="compiling", model=name, method=method):
                 row = compile_row(model, prompt, method, args.rounds)
                 rows.add(table="compiling", model=name, method=method, **row)
-    model, tokenizer = (load(args.model) for load in (from_pretrained, load_tokenizer))
+    model, tokenizer = from_pretrained(args.model), load_tokenizer(args.model)
     text = tokenizer(demo.document().text).input_ids
     for length in args.lengths:
         prompt = (text * (1 + length // len(text)))[:length]
