@@ -49,6 +49,7 @@ def work(checkout: str, model_path: str) -> None:
     from flax import nnx
 
     import kvjax
+    from kvjax.evaluation.memory import resident
     from kvjax.models import from_pretrained
 
     if not Path(kvjax.__file__).is_relative_to(checkout):
@@ -102,13 +103,6 @@ def work_in_torch(model_path: str) -> None:
         step = (times[-1] - times[1]) / (request["new"] - 1)
         answer = {"first_token": times[1] - times[0], "step": step, "compile": 0.0}
         print(json.dumps({**answer, "tokens": tokens}), flush=True)
-
-
-def resident(field: str) -> int:
-    """Returns a figure of this process's memory in bytes (Linux)."""
-    status = Path("/proc/self/status").read_text().splitlines()
-    (line,) = (line for line in status if line.startswith(field))
-    return 1024 * int(line.split()[1])
 
 
 class Worker:

@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes, and that of compiling, method by method.
+"""Measures where the time of a decode step goes, and that of compiling, method by method.
 
     python benchmarks/step_parts.py --model FOLDER --out benchmarks/results/step_parts_smollm2.json
 
