@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes, and that of compiling, method by method.
+"""Measures where the time of a decode step goes, and that of compiling, method by method.
 
     python benchmarks/step_parts.py --model FOLDER --out benchmarks/results/step_parts_smollm2.json
 
@@ -101,10 +101,14 @@ class Program:
                 roots[computation] = stack or roots.get(computation, ())
             elif instruction[2] not in NO_KERNEL:
                 called = re.search(r"(?:calls|to_apply)=%([\w.-]+)", line)
-                part = _part(stack or roots.get(called[1] if called else "", ()))
-                # XLA gives products with weights, which it rewrites, no stack.
-                unknown = instruction[2] == "dot" and not stack
-                kernels[instruction[1]] = "products" if unknown else part
+                stack = stack or roots.get(called[1] if called else "", ())
+                part = _part(stack)
+                if not stack:  # of products, which XLA rewrites: those with weights stay dots
+                    if instruction[2] == "dot":
+                        part = "products"
+                    elif instruction[1].startswith("ynn_fusion"):
+                        part = "attention"
+                kernels[instruction[1]] = part
         return kernels
 
 
@@ -238,7 +242,7 @@ def main() -> None:
             if not rows.has(table="compiling", model=name, method=method):
                 row = compile_row(model, prompt, method, args.rounds)
                 rows.add(table="compiling", model=name, method=method, **row)
-    model, tokenizer = (load(args.model) for load in (from_pretrained, load_tokenizer))
+    model, tokenizer = from_pretrained(args.model), load_tokenizer(args.model)
     text = tokenizer(demo.document().text).input_ids
     for length in args.lengths:
         prompt = (text * (1 + length // len(text)))[:length]

@@ -227,10 +227,13 @@ class _Blocks(NamedTuple):
     def masks(self, i, j):
         """Returns how many times logits have to be masked: the length of a loop, 0 or 1.
 
-        A condition in its place was a little slower on CPU (58 ms, not 57, in one run). Elsewhere
-        the host would wait for that length, so that all blocks are masked.
+        A condition in its place was a little slower on CPU (58 ms, not 57, in one run). Where all
+        queries are one block, it would save little and takes longer to compile; elsewhere than on
+        CPUs the host would wait for that length. There all blocks are masked.
         """
-        return entry_of(entry_of(self.masked, i), j) if jax.default_backend() == "cpu" else 1
+        if self.num_query == 1 or jax.default_backend() != "cpu":
+            return 1
+        return entry_of(entry_of(self.masked, i), j)
 
     def keys_of_query(self, i):
         return hull(entry_of(self.met, i), 0)
