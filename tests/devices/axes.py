@@ -1,7 +1,8 @@
 """Meshes with the axes that JAX makes, on four virtual devices: a program of its own, prints JSON.
 
 `python -m tests.devices.axes traced METHOD ...`, `computed METHOD ...`, or `generated`. The first
-method is taken in all ways, the others in eight that have every pair of conditions.
+method is traced in all ways, the others in eight that have every pair of conditions, as are those
+that are computed.
 """
 
 from __future__ import annotations
@@ -141,4 +142,5 @@ if __name__ == "__main__":
     else:
         print(json.dumps({"refused": refused()}), flush=True)
     for name in methods:
-        print(json.dumps(each_way(name, what == "computed", name == methods[0])), flush=True)
+        whole = what == "traced" and name == methods[0]
+        print(json.dumps(each_way(name, what == "computed", whole)), flush=True)
