@@ -19,8 +19,8 @@ jupytext = pytest.importorskip("jupytext")
 
 SECONDS, CORES = 180, 2  # a notebook takes at most so long on so many cores
 # With the bundled model most of a reader's time goes into compiling. Tests compile quickly instead,
-# and allow a notebook this share of the time.
-SHARE = 1 / 3
+# and allow a notebook this share of that time.
+SHARE = 1 / 2
 # Replaced in the cells of a notebook: prompts that are shorter than a reader's.
 SHORTER = {
     "speed_and_memory": {".input_ids[:2048]": ".input_ids[:1024]", "_tokens=4096": "_tokens=1024"},
