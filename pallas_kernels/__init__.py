@@ -8,7 +8,12 @@ and a named one never falls back.
 from pallas_kernels.attention.codebook import codebook_attention
 from pallas_kernels.attention.decode import decode_attention
 from pallas_kernels.attention.gather import gather_attention
-from pallas_kernels.attention.prompt import column_maxima, column_sums, prompt_attention
+from pallas_kernels.attention.prompt import (
+    column_maxima,
+    column_sums,
+    prompt_attention,
+    prompt_attention_and_sums,
+)
 from pallas_kernels.attention.quantized import quantized_attention
 from pallas_kernels.attention.rotation import Turn
 from pallas_kernels.formats.bits import (
@@ -62,6 +67,7 @@ __all__ = [
     "pair_cosine",
     "pair_distance",
     "prompt_attention",
+    "prompt_attention_and_sums",
     "quantise_groups",
     "quantise_slots",
     "quantized_attention",

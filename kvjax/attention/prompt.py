@@ -25,7 +25,7 @@ from kvjax.compose.chain import parts_of, state_of_parts, states_of_parts
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.decisions import decide
 from kvjax.protocol import KVTransform, Stage, Step, accumulated_attention
-from pallas_kernels import column_maxima, column_sums, prompt_attention
+from pallas_kernels import column_maxima, prompt_attention, prompt_attention_and_sums
 from pallas_kernels.attention.call import beside_sinks, join_attention
 
 
@@ -72,11 +72,13 @@ def read(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B 
         q = call.rope.rotate(q, query_positions(needs, kv, slots, positions))
     grouped = q.reshape(q.shape[0], kv.shape[1], -1, *q.shape[2:])
     where, options = (positions, kv.position), call.kernel_options
-    out, lse = prompt_attention(grouped, keys, kv.v.read(), kv.log_mass, *where, **options)
-    lse, out = beside_sinks(call.options.sinks, lse, out)
+    args, sinks = (grouped, keys, kv.v.read(), kv.log_mass, *where), call.options.sinks
     if needs.accumulated_attention:
-        mass = column_sums(grouped, keys, kv.log_mass, lse, *where, **options)
+        out, _, mass = prompt_attention_and_sums(*args, sinks=sinks, **options)
         kv = add_attention(kv, mass.reshape(q.shape[0], -1, kv.slots))
+    else:
+        out, lse = prompt_attention(*args, **options)
+        _, out = beside_sinks(sinks, lse, out)
     queries = reading.queries
     if queries is not None:
         queries = queries.add(q, positions)

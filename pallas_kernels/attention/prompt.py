@@ -1,7 +1,7 @@
 """Attention of a prompt over a cache, and the sums and maxima of its softmax's columns.
 
-All operations take slots in any order: positions decide what a query sees. None of them ever holds
-more than one block of logits for each program that runs.
+All operations take slots in any order: positions decide what a query sees. They hold one block of
+logits at a time for each program that runs, or on a CPU those of a block of queries with all slots.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from collections.abc import Callable
 
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.attention.call import beside_sinks
 from pallas_kernels.attention.decode import check_rows
 from pallas_kernels.attention.prompt_blocks import (
+    attention_and_sums_by_blocks,
     attention_by_blocks,
     maxima_by_blocks,
     sums_by_blocks,
@@ -206,6 +208,59 @@ def _columns(
         q, k, bias, lse, query_position, key_position, operation, tile=tile_of(operation),
         interpret=chosen == "interpret", **options,
     )  # fmt: skip
+
+
+def prompt_attention_and_sums(
+    q: Float[Array, "B H G T D"],
+    k: Float[Array, "B H S D"],
+    v: Float[Array, "B H S D"],
+    bias: Float[Array, "B H S"],
+    query_position: Int[Array, "B T"],
+    key_position: Int[Array, "B H S"],
+    *,
+    sinks: Float[Array, " Q"] | None = None,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G S"]]:
+    """Computes `prompt_attention` and `column_sums` of the same queries.
+
+    With kernels, these are the two operations. XLA computes both at once from the logits of a block
+    of queries with all slots, so that queries and keys are multiplied once: sums add about a
+    seventh to attention's time on a CPU, not a half.
+
+    Args:
+      sinks: logits of a learned sink of each query head, `Q = H · G`: a column of the softmax
+        without a value, which log-sum-exps and sums count. None: there are none.
+      q, k, v, bias, query_position, key_position, scale, window, soft_cap, implementation: as in
+        `prompt_attention`.
+
+    Returns:
+      Outputs in the dtype of `v`, float32 log-sum-exps and float32 sums.
+
+    Raises:
+      ValueError: what `prompt_attention` raises.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import prompt_attention_and_sums
+      >>> q, k, at = jnp.zeros((1, 1, 1, 2, 4)), jnp.zeros((1, 1, 2, 4)), jnp.array([[[0, 1]]])
+      >>> args = q, k, k, jnp.zeros((1, 1, 2)), at[0], at
+      >>> prompt_attention_and_sums(*args, scale=1.0)[2].round(4).tolist()
+      [[[[1.5, 0.5]]]]
+    """
+    args = q, k, v, bias, query_position, key_position
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    chosen = choose_implementation(implementation, k, v)
+    _check(*args)
+    if chosen == "xla":
+        by_head = None if sinks is None else sinks.reshape(q.shape[1:3])
+        return attention_and_sums_by_blocks(*args, by_head, **options)
+    options["implementation"] = chosen
+    out, lse = prompt_attention(*args, **options)
+    lse, out = beside_sinks(sinks, lse, out)
+    return out, lse, column_sums(q, k, bias, lse, query_position, key_position, **options)
 
 
 def _check(q, k, v, bias, query_position, key_position) -> None:

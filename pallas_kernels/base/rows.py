@@ -18,6 +18,7 @@ block_of = functools.partial(jax.lax.dynamic_slice_in_dim, allow_negative_indice
 entry_of = functools.partial(
     jax.lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False
 )
+put_block = functools.partial(jax.lax.dynamic_update_slice_in_dim, allow_negative_indices=False)
 
 # Mapped over rows and heads: indexing them by iota would bring collectives when a cache is sharded
 # over rows or heads.

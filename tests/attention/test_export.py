@@ -24,12 +24,18 @@ from kvjax.serialization import NODES, VALUES, from_json, to_json
 from tests.attention.exported import programs, results
 from tests.compose.test_conformance import CASES, every_case, standard
 from tests.support.attending import SIZE, new_cache, parts
+from tests.support.cases import BUDGET, quantised
 from tests.support.marks import some_slow
 from tests.support.tolerances import close
 
 ROOT = Path(__file__).parents[2]
 FOUR = ("snapkv", "h2o", "clusterkv", "quantize")
-OTHERS = tuple(sorted({*CASES} - {*FOUR}))
+# What they name, the others name too.
+COMBINED = {
+    *quantised(BUDGET), "cam_prompt", "every_kvcrush", "every_kvmerger", "float_h2o",
+    "kvcrush_h2o", "quest_offload", "ring_quantize", "snapkv_clusterkv",
+}  # fmt: skip
+OTHERS = tuple(sorted({*CASES} - {*FOUR} - COMBINED | {"snapkv_quantize_channel"}))
 
 
 def written(x) -> jax.export.Exported:

@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 
 import kvjax
-from pallas_kernels import column_maxima, column_sums, prompt_attention
+from pallas_kernels import (
+    column_maxima,
+    column_sums,
+    prompt_attention,
+    prompt_attention_and_sums,
+)
 from pallas_kernels.attention import prompt_blocks
 from pallas_kernels.base import tiles
 from pallas_kernels.base.seen_blocks import hull, meets
@@ -84,6 +89,26 @@ def check(case, implementation):
         assert found.dtype == jnp.float32
         close(found, reduce(expected[2], axis=3), case.kind, operation.__name__)
         assert (np.asarray(found)[unseen] == 0).all(), "what nobody sees gets exactly nothing"
+    check_joined(case, implementation, expected)
+
+
+def check_joined(case, implementation, expected):
+    """Attention and sums by one operation, with and without learned sinks, against float64."""
+    heads = case.q.shape[1:3]
+    for sinks in (None, np.random.default_rng(1).normal(0, 3, heads)):
+        out, lse, probabilities = expected
+        if sinks is not None:
+            with_sink = np.logaddexp(lse, sinks[None, ..., None])
+            share = np.exp(lse - with_sink)[..., None]
+            out, lse, probabilities = out * share, with_sink, probabilities * share
+        logits = None if sinks is None else jnp.asarray(sinks, jnp.float32).reshape(-1)
+        operation = functools.partial(prompt_attention_and_sums, sinks=logits)
+        found = run(operation, case.args, **case.options, implementation=implementation)
+        assert [x.dtype for x in found] == [case.v.dtype, jnp.float32, jnp.float32]
+        close(found[0], out, case.kind, "joined output")
+        close(found[1], lse, case.kind, "joined log-sum-exp")
+        close(found[2], probabilities.sum(3), case.kind, "joined column sums")
+        assert (np.asarray(found[2])[probabilities.sum(3) == 0] == 0).all()
 
 
 NAMED = {str(shape): (shape,) for shape in SHAPES}
@@ -98,6 +123,11 @@ def test_prompts(shape, implementation, small_tiles):
 
 
 def test_a_prompt_in_blocks_as_large_as_they_are():
+    check(Case(Shape(group=2, dim=8, tokens=150, slots=300)), "xla")
+
+
+def test_blocks_of_few_queries_where_logits_of_all_slots_are_many(monkeypatch):
+    monkeypatch.setattr(prompt_blocks, "MOST_HELD", 1)  # 8 queries at a time, the fewest
     check(Case(Shape(group=2, dim=8, tokens=150, slots=300)), "xla")
 
 
@@ -164,6 +194,9 @@ def test_large_logits_do_not_overflow(implementation, one_part):
     args = (case.q, case.k, case.bias, lse, case.query, case.position)
     for operation, reduce in REDUCED.items():
         close(run(operation, args, **options), reduce(expected[2], axis=3), "bfloat16")
+    out, _, found = run(prompt_attention_and_sums, case.args, **options)
+    close(out, expected[0], "bfloat16")
+    close(found, expected[2].sum(3), "bfloat16")
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 1, 3, 0), (1, 2, 1, 3, 0), (1, 2, 1, 0, 5)], ids=str)
@@ -181,6 +214,9 @@ def test_without_rows_queries_or_slots_there_is_nothing(shape, implementation):
     for operation in REDUCED:
         found = run(operation, (q, k, bias, lse, query, position), **options)
         assert found.shape == (batch, heads, group, slots) and (found == 0).all()
+    out, _, found = run(prompt_attention_and_sums, (q, k, k, bias, query, position), **options)
+    assert out.shape == q.shape and found.shape == (batch, heads, group, slots)
+    assert (out == 0).all() and (found == 0).all()
 
 
 # --- as compiled ----------------------------------------------------------------------------------

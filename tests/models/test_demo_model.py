@@ -74,8 +74,8 @@ def test_answers_the_bundled_question_only_if_it_sees_the_needle(model, tokenize
     ("task", "length", "cases", "least"),
     [
         ("multi_needle", 1024, 20, 0.95),
-        pytest.param("needle", 2048, 200, 0.97, marks=pytest.mark.slow),
-        pytest.param("multi_needle", 2048, 200, 0.95, marks=pytest.mark.slow),
+        pytest.param("needle", 2048, 80, 0.97, marks=pytest.mark.slow),
+        pytest.param("multi_needle", 2048, 80, 0.95, marks=pytest.mark.slow),
     ],
 )
 def test_retrieves_what_it_never_saw(model, tokenizer, haystack, task, length, cases, least):

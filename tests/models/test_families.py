@@ -265,7 +265,7 @@ def method(name: str, model) -> kvjax.KVTransform:
     return kvjax.calibrated(kvjax.parse(own.get(name, name), 36), model, [PROMPTS[0]])
 
 
-ALIKE, FEW = ("qwen3", "glm4", "olmo2", "olmo3", "ministral"), ("snapkv", "infinigen")
+ALIKE, FEW = ("qwen2", "qwen3", "glm4", "olmo2", "olmo3", "ministral"), ("snapkv", "infinigen")
 """Families whose caches hold what those of another family do: so that few methods run on them."""
 QUICK = {
     ("smollm3", "reposition"), ("gemma3_text", "snapkv"), ("phi3", "h2o"), ("olmo3", "infinigen"),
