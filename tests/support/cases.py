@@ -29,6 +29,7 @@ ARGUMENTS = {
     "streaming_llm": {"budget": BUDGET},
     "h2o": {"budget": BUDGET},
     "snapkv": {"budget": BUDGET, "window": WINDOW, "kernel": 3},
+    "kvzip": {"budget": BUDGET, "sinks": 2, "window": 2, "room": WINDOW},
     "pyramidkv": {"budget": BUDGET, "window": WINDOW, "kernel": 3},
     "pyramidinfer": {"budget": BUDGET, "interval": 3},
     "kvmerger": {"budget": BUDGET},

@@ -10,9 +10,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets.budgets import Budget, check_budget, most_slots, rows_budget
 from kvjax.budgets.layers import Table
+from kvjax.cache.selection import evictable, keep_best
 from kvjax.cache.slots import KVCache
 from kvjax.checks import check_count, check_flag
-from kvjax.decisions import Keep
+from kvjax.decisions import Keep, Retain
 from kvjax.protocol import Extent, Needs, Step
 from kvjax.transforms.held_budget import PromptBudget
 
@@ -91,24 +92,33 @@ class KVzip(PromptBudget):
         cache = cache.with_column(DOCUMENT, jnp.zeros(cache.shape, bool), fill=False, merge="keep")
         return super().init(cache, layer)
 
-    def on_prompt(self, cache: KVCache, state: Table, step: Step) -> tuple[Keep, Table]:
+    def on_prompt(self, cache: KVCache, state: Table, step: Step) -> tuple[Keep | Retain, Table]:
         """Keeps the best tokens of a document, or all of a prompt that was not repeated."""
         document = cache.column(DOCUMENT)
         if step.repetition is None:
             return self._keep_questions(cache, document), state
-        new = cache.live & (cache.position >= step.length_before[:, None, None])
-        before = cache.live & ~new
+        live = evictable(cache)
+        new = live & (cache.position >= step.length_before[:, None, None])
+        before = live & document
+        others = self._newest_others(cache, live & ~new & ~document)
         slots = self.rows_budget(cache, state).reshape(step.rows.shape[0], -1)  # [B, 1] or [B, H]
         if isinstance(self.budget, int):
-            slots = jnp.maximum(slots - (before & document).sum(-1), 0)
+            slots = jnp.maximum(slots - before.sum(-1), 0)
         else:  # the share of all tokens so far, less that of earlier documents
             slots = slots - self._slots_before(step.length_before, cache, state)
+        slots = jnp.minimum(slots, new.sum(-1))
+        score = repetition_score(cache, step, new, self.values)
         keep = Keep(
-            slots + before.sum(-1), repetition_score(cache, step, new, self.values),
-            always=before | (cache.position < self.sinks),
+            slots + (before | others).sum(-1), jnp.where(new, score, -jnp.inf),
+            always=before | others | (new & (cache.position < self.sinks)),
             newest=jnp.full(cache.shape[:1], self.window), columns={DOCUMENT: document | new},
         )  # fmt: skip
         return keep, state
+
+    def _newest_others(self, cache: KVCache, others: Bool[Array, "B H S"]) -> Bool[Array, "B H S"]:
+        """Returns the newest `room` of the tokens that are of no document."""
+        room, age = jnp.full(cache.shape[:1], self.room), cache.position.astype(jnp.float32)
+        return keep_best(age, others, cache.position, room)
 
     def _slots_before(
         self, length: Int[Array, " B"], cache: KVCache, table: Table
@@ -117,7 +127,7 @@ class KVzip(PromptBudget):
         slots = rows_budget(self.budget, length, cache.max_prompt, self.minimum, table)
         return jnp.where(length[:, None] > 0, slots.reshape(length.shape[0], -1), 0)
 
-    def _keep_questions(self, cache: KVCache, document: Bool[Array, "B H S"]) -> Keep:
+    def _keep_questions(self, cache: KVCache, document: Bool[Array, "B H S"]) -> Retain:
         """Keeps all documents, and the newest `room` of all other tokens."""
         tokens = cache.slots - cache.capacity  # of this prompt, padded
         if tokens > self.room:
@@ -125,8 +135,9 @@ class KVzip(PromptBudget):
                 f"{self!r} must see a prompt repeated, or the prompt must fit into room, got one "
                 f"of up to {tokens} tokens: read it by kvjax.read, or give KVzip more room"
             )
-        documents = (cache.live & document).sum(-1, dtype=jnp.int32)
-        return Keep(documents + self.room, cache.position.astype(jnp.float32), always=document)
+        live = evictable(cache)
+        keep = live & (document | self._newest_others(cache, live & ~document))
+        return Retain(keep)
 
 
 def repetition_score(
