@@ -117,7 +117,7 @@ REPEATED = 6  # tokens that follow a prompt for methods that look at its repetit
 def prompt(transform, cache, tokens: Tokens, positions, last=True, dtype=jnp.float32, **options):
     """A chunk of a prompt, which some tokens follow if a method looks at its repetition."""
     looks = last and looks_at_repetition(transform)
-    options |= {"rope": the_rope()}
+    options.setdefault("rope", the_rope())
     out, cache = attend(
         transform, cache, *tokens.at(positions, dtype), phase="prompt", last=last and not looks,
         **options,

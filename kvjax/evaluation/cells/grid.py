@@ -20,11 +20,11 @@ from kvjax.protocol import KVTransform
 from kvjax.registry import parse
 
 METHODS = (
-    "full", "streaming_llm", "h2o", "snapkv", "chelsea", "kvmerger", "kvcrush(snapkv)", "clusterkv",
+    "full", "streaming_llm", "h2o", "snapkv", "kvzip", "chelsea", "kvmerger", "kvcrush(snapkv)", "clusterkv",
     "quest", "quantize",
 )  # fmt: skip
 ALL_METHODS = (
-    "full", "streaming_llm", "h2o", "snapkv", "chelsea", "kvmerger", "kvcrush(snapkv)", "pyramidkv",
+    "full", "streaming_llm", "h2o", "snapkv", "kvzip", "chelsea", "kvmerger", "kvcrush(snapkv)", "pyramidkv",
     "pyramidinfer", "cam(streaming_llm)", "clusterkv", "quest", "infinigen", "layer_budget",
     "spindlekv",
 )  # fmt: skip

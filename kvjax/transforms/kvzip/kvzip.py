@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,12 +11,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets.budgets import Budget, check_budget, most_slots, rows_budget
 from kvjax.budgets.layers import Table
+from kvjax.cache.payload import take_slots, write_slots
 from kvjax.cache.selection import evictable, keep_best
-from kvjax.cache.slots import KVCache
+from kvjax.cache.slots import KVCache, slot_numbers
 from kvjax.checks import check_count, check_flag
 from kvjax.decisions import Keep, Retain
 from kvjax.protocol import Extent, Needs, Step
 from kvjax.transforms.held_budget import PromptBudget
+from kvjax.transforms.kvzip.fit import fit
+from pallas_kernels import prompt_attention
+from pallas_kernels.base.logits import visible_slots
 
 DOCUMENT = "document"  # the column that marks tokens of prompts that were repeated
 
@@ -45,6 +50,10 @@ class KVzip(PromptBudget):
       sinks: tokens at positions 0 … sinks − 1 that always stay; 4.
       window: newest tokens of a document that always stay; 0, as in the paper.
       room: slots for questions and answers of earlier turns; 256.
+      fit: whether the tokens that stay get masses and values for which attention over them is as
+        close as possible to attention over the whole document; False, as in the paper. See
+        `kvjax.transforms.kvzip.fit`. Queries of the repetition tell what attention is: those of
+        every n-th token, of which there are up to 512, for all query heads of a KV head.
 
     Raises:
       TypeError, ValueError: `budget` is no number, below `sinks + window + 1` or a share outside
@@ -57,13 +66,15 @@ class KVzip(PromptBudget):
 
     References:
       Kim et al., KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, arXiv
-      2505.23416.
+      2505.23416; Fast KV Compaction via Attention Matching, arXiv 2602.16284, for `fit`.
 
     Deviations from the paper:
       Scores count the size of values (`values`), which keeps the needles of small models at much
       smaller budgets. Every head keeps the same number of tokens; `kvjax.by_head` shares a budget
       among heads, as the paper does for each document anew. A repetition attends to the document
-      as it is in all layers, and to its own piece.
+      as it is in all layers, and to its own piece. With `fit`, these queries have not seen either
+      what earlier layers have lost, and each document is fitted by itself: masses and values of
+      what was kept before stay.
     """
 
     budget: Budget
@@ -71,16 +82,22 @@ class KVzip(PromptBudget):
     sinks: int = 4
     window: int = 0
     room: int = 256
+    fit: bool = False
 
     paper: ClassVar[str] = "KVzip, arXiv 2505.23416"
-    needs: ClassVar[Needs] = Needs(repetition=True)
     minimum = property(lambda self: self.sinks + self.window + 1)  # the smallest workable budget
 
     def __post_init__(self):
-        check_flag("values", self.values)
+        for name in ("values", "fit"):
+            check_flag(name, getattr(self, name))
         for name in ("sinks", "window", "room"):
             check_count(name, getattr(self, name), 0)
         check_budget(self.budget, self.minimum, "sinks + window + 1")
+
+    @property
+    def needs(self) -> Needs:
+        """The document's repetition, and its queries for the fit."""
+        return Needs(repetition=True, repetition_queries=self.fit, writes_values=self.fit)
 
     def extent(self, extent: Extent) -> Extent:
         """Bounds documents to the budget; questions have `room`, and new tokens come on top."""
@@ -113,7 +130,38 @@ class KVzip(PromptBudget):
             always=before | others | (new & (cache.position < self.sinks)),
             newest=jnp.full(cache.shape[:1], self.window), columns={DOCUMENT: document | new},
         )  # fmt: skip
-        return keep, state
+        return (self._fitted(keep, cache, step, new) if self.fit else keep), state
+
+    def _fitted(
+        self, keep: Keep, cache: KVCache, step: Step, document: Bool[Array, "B H S"]
+    ) -> Keep:
+        """Gives the kept tokens of a document the masses and values that stand for all of it."""
+        batch, heads, slots = cache.shape
+        q, positions = step.repetition_query, step.repetition_position
+        q = q.reshape(batch, heads, -1, *q.shape[2:])
+        options, values = step.options, cache.v.read()
+        mass = jnp.where(document, cache.log_mass, -jnp.inf)
+        out, lse = prompt_attention(
+            q, step.keys, values, mass, positions, cache.position, **options.static,
+            implementation=step.implementation,
+        )  # fmt: skip
+        # The fit's arrays have as many slots as a head of this cache can keep of documents.
+        most = min(most_slots(self.budget, cache.max_prompt, self.minimum), slots)
+        kept = jnp.where(document & keep.kept(cache), slot_numbers(cache.shape), slots)
+        kept = jnp.sort(kept, axis=-1)[..., :most]
+        index = jnp.minimum(kept, slots - 1)
+        mass = jnp.where(kept < slots, take_slots(mass, index), -jnp.inf)
+        seen = None
+        if options.window is not None:
+            seen = visible_slots(mass, take_slots(cache.position, index), positions, options.window)
+        k, v = take_slots(step.keys, index), take_slots(values, index)
+        fitted = fit(
+            q, k, v, mass, out, lse, scale=options.scale, soft_cap=options.soft_cap, seen=seen
+        )
+        return dataclasses.replace(
+            keep, values=write_slots(values, kept, fitted.v),
+            log_mass=write_slots(cache.log_mass, kept, fitted.log_mass),
+        )  # fmt: skip
 
     def _newest_others(self, cache: KVCache, others: Bool[Array, "B H S"]) -> Bool[Array, "B H S"]:
         """Returns the newest `room` of the tokens that are of no document."""
