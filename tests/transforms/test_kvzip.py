@@ -21,8 +21,8 @@ ROPE = kvjax.Rope(INV_FREQ)
 class Documents:
     """Rows of documents, questions and answers, in the library and in one reference per head."""
 
-    def __init__(self, budget=20, *, heads=(2, 2), attention=None, seed=0, **arguments):
-        self.tx = kvjax.KVzip(budget, **arguments)
+    def __init__(self, budget=20, *, heads=(2, 2), attention=None, seed=0, fit=False, **arguments):
+        self.tx = kvjax.KVzip(budget, fit=fit, **arguments)
         self.rng, self.options = np.random.default_rng(seed), attention or {}
         self.kv_heads, self.group = heads
         self.length = np.zeros(ROWS, int)

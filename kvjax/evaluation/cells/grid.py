@@ -20,13 +20,13 @@ from kvjax.protocol import KVTransform
 from kvjax.registry import parse
 
 METHODS = (
-    "full", "streaming_llm", "h2o", "snapkv", "kvzip", "chelsea", "kvmerger", "kvcrush(snapkv)", "clusterkv",
+    "full", "streaming_llm", "h2o", "snapkv", "chelsea", "kvmerger", "kvcrush(snapkv)", "clusterkv",
     "quest", "quantize",
 )  # fmt: skip
 ALL_METHODS = (
-    "full", "streaming_llm", "h2o", "snapkv", "kvzip", "chelsea", "kvmerger", "kvcrush(snapkv)", "pyramidkv",
-    "pyramidinfer", "cam(streaming_llm)", "clusterkv", "quest", "infinigen", "layer_budget",
-    "spindlekv",
+    "full", "streaming_llm", "h2o", "snapkv", "kvzip", "chelsea", "kvmerger", "kvcrush(snapkv)",
+    "pyramidkv", "pyramidinfer", "cam(streaming_llm)", "clusterkv", "quest", "infinigen",
+    "layer_budget", "spindlekv",
 )  # fmt: skip
 BUDGETS = (0.1, 0.2)
 LENGTHS = (512, 2048)
