@@ -138,7 +138,7 @@ class _Case:
         ends = last and not repeats
         out, cache = attend(cache, *self.tokens(positions), phase="prompt", last=ends)
         if repeats:
-            reading = layer_caches(cache)[0]
+            reading: Any = layer_caches(cache)[0]
             more = np.asarray(reading.kv.length)[:, None] + np.arange(_REPEATED)
             more = np.where(np.asarray(reading.rows)[:, None], more, -1)
             _, cache = attend(cache, *self.tokens(more), phase="repetition")
