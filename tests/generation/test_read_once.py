@@ -26,6 +26,7 @@ MORE = {
     "unrotated": "chain(snapkv, codebook)",
     "cam of h2o": "cam(h2o)",
     "outlier heads": None,
+    "kvzip with fit": "kvzip(fit=True)",
 }
 
 
