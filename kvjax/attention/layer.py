@@ -20,7 +20,10 @@ from kvjax.rope import Rope
 
 T = TypeVar("T")
 
-SAMPLE = 512  # tokens of a repetition whose queries are kept; each has those of a whole group
+# Tokens of a repetition whose queries are kept. When SmolLM2 keeps a tenth of 1,024 tokens of
+# WikiText in each head, what follows loses .57 nats without a fit, .59 with one to the queries of a
+# quarter of the tokens, .48 of half of them, and .42 of all.
+SAMPLE = 2048
 
 
 class QueryWindow(NamedTuple):
@@ -99,7 +102,7 @@ class QuerySample(NamedTuple):
 
 def _every(count: Int[Array, " B"]) -> Int[Array, " B"]:
     """Returns the n of every n-th token of so many: the smallest power of 2 that leaves SAMPLE."""
-    powers = jnp.arange(20, dtype=jnp.int32)[None]
+    powers = jnp.arange(19, dtype=jnp.int32)[None]  # 2,048 << 19 is 2^30
     return 1 << (SAMPLE << powers < count[:, None]).sum(1, dtype=jnp.int32)
 
 

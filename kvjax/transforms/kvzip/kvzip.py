@@ -53,7 +53,7 @@ class KVzip(PromptBudget):
       fit: whether the tokens that stay get masses and values for which attention over them is as
         close as possible to attention over the whole document; False, as in the paper. See
         `kvjax.transforms.kvzip.fit`. Queries of the repetition tell what attention is: those of
-        every n-th token, of which there are up to 512, for all query heads of a KV head.
+        every n-th token, of which there are up to 2,048, for all query heads of a KV head.
 
     Raises:
       TypeError, ValueError: `budget` is no number, below `sinks + window + 1` or a share outside
