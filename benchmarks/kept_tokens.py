@@ -65,6 +65,7 @@ METHODS: dict[str, str | kvjax.KVTransform] = {
     "streaming_llm_reposition": "streaming_llm(reposition=True)",
     "h2o": "h2o",
     "snapkv": "snapkv",
+    "kvzip": "kvzip",
     "pyramidkv": "pyramidkv",
     "pyramidinfer": "pyramidinfer",
     "pyramidinfer_ratios": "pyramidinfer(budget=None)",

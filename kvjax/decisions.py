@@ -87,6 +87,8 @@ class Keep(Decision):
       newest: how many of each row's newest positions stay whatever their score.
       reduce: how scores of query heads become one of their KV head; `"layer"`: as `"mean"`, and
         then the mean over all KV heads of a row that hold the same tokens.
+      values, log_mass: what all slots' values `[B, H, S, D]` and log-masses become, those of free
+        slots apart; None: they stay as they are. Not in a decode step.
     """
 
     budget: Int[Array, " B"] | Int[Array, "B H"]
@@ -94,6 +96,10 @@ class Keep(Decision):
     always: Bool[Array, "B H S"] | None = None
     newest: Int[Array, " B"] | None = None
     reduce: GroupReduce | Literal["layer"] = field(default="mean", metadata={"static": True})
+    values: Float[Array, "B H S D"] | None = None
+    log_mass: Float[Array, "B H S"] | None = None
+
+    rewrites = property(lambda self: self.values is not None)
 
     def check(self, cache: KVCache, whose: str) -> None:
         """Raises TypeError or ValueError where a field does not fit the cache."""
@@ -148,7 +154,8 @@ class Keep(Decision):
     def apply(self, cache: KVCache, step: Step) -> KVCache:
         """The cache with the others evicted."""
         if step.moment != "step":
-            return evict(cache, self.kept(cache))
+            kept = self.kept(cache)
+            return evict(_rewritten(cache, self, self.values, self.log_mass), kept)
         # At most one token is over the budget: three reductions in place of a ranking.
         others = evictable(cache) & ~self.stays(cache) & self.concerned()
         return evict_worst(cache, self.head_score(cache), others, self.budget)
@@ -182,13 +189,28 @@ class Retain(Decision):
     def apply(self, cache: KVCache, step: Step) -> KVCache:
         """The cache with the others evicted, and with new values."""
         kept, concerned = self.kept(cache), self.concerned()
-        if self.values is not None:
-            old, new = (x.astype(jnp.float32) for x in (exact_values(cache), self.values))
-            cache = write_values(cache, jnp.where(concerned[..., None], new, old))
+        cache = _rewritten(cache, self, self.values)
         if self.pinned is not None:
             pinned = jnp.where(concerned, self.pinned, cache.pinned)
             cache = cache.replace(pinned=pinned & kept)
         return evict(cache, kept)
+
+
+def _rewritten(
+    cache: KVCache,
+    decision: Decision,
+    values: Float[Array, "B H S D"] | None,
+    log_mass: Float[Array, "B H S"] | None = None,
+) -> KVCache:
+    """Gives the live slots that a decision concerns new values and masses, where there are some."""
+    concerned = decision.concerned()
+    if values is not None:
+        old, new = (x.astype(jnp.float32) for x in (exact_values(cache), values))
+        cache = write_values(cache, jnp.where(concerned[..., None], new, old))
+    if log_mass is not None:
+        new = jnp.where(concerned & cache.live, log_mass, cache.log_mass)
+        cache = cache.replace(log_mass=new)
+    return cache
 
 
 @jax.tree_util.register_dataclass

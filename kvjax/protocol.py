@@ -133,6 +133,7 @@ class Needs(NamedTuple):
       repetition: the prompt is followed by tokens that attend to it and are not stored, in the
         phase "repetition": an instruction to repeat it, and itself once more. `Step.repetition` has
         what its slots received from them.
+      repetition_queries: `Step.repetition_query` holds queries of these tokens, every n-th.
       unfold: every query head has slots of its own: H is then Q, and a token's key and value are
         stored once for each query head of their KV head.
       writes_values: its decisions give slots other values, by merging or adding. Where that is in
@@ -149,6 +150,7 @@ class Needs(NamedTuple):
     reposition: bool = False
     predicted_query: bool = False
     repetition: bool = False
+    repetition_queries: bool = False
     unfold: bool = False
     writes_values: bool = False
 
@@ -210,6 +212,10 @@ class Step:
       repetition: the largest attention probability that each slot received from any query of the
         prompt's repetition, over the query heads of its KV head, `[B, H, S]` float32; None where
         the prompt was not repeated, and at other moments.
+      repetition_query: rotated queries of the prompt's repetition, `[B, Q, W, D]`: of each row's
+        tokens, every n-th in their order, where n is the smallest power of 2 for which they find
+        room; None unless needed and where the prompt was not repeated.
+      repetition_position: their positions, -1 where there were fewer, `[B, W]`.
       length_before: tokens of each row before the prompt, `[B]`; None at other moments.
       rope: as given to `attend`; None where q and k came rotated.
       moment: `"prompt"`, `"flush"` or `"step"` (static).
@@ -227,6 +233,8 @@ class Step:
     query: Float[Array, "B Q W D"] | None = None
     query_position: Int[Array, "B W"] | None = None
     repetition: Float[Array, "B H S"] | None = None
+    repetition_query: Float[Array, "B Q W D"] | None = None
+    repetition_position: Int[Array, "B W"] | None = None
     length_before: Int[Array, " B"] | None = None
     rope: Rope | None = None
     moment: Moment = field(metadata={"static": True})

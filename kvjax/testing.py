@@ -20,6 +20,7 @@ from kvjax.attention.layer import Cache, LayerCache, layer_caches
 from kvjax.compose.bind import bind
 from kvjax.compose.chain import parts_of
 from kvjax.compose.foreseen import frees_while_decoding
+from kvjax.compose.wrappers import by_head_groups
 from kvjax.protocol import Extent, KVTransform, check_transform
 from kvjax.rope import Rope
 from kvjax.transforms.clusterkv.recalled import RANK_AGAIN
@@ -34,6 +35,7 @@ _BATCH, _KV_HEADS, _QUERY_HEADS, _HEAD_DIM = 3, 2, 4, 32
 _MAX_PROMPT, _MAX_NEW = 64, 96
 _LENGTHS = np.array((40, 29, 6))  # tokens of the rows' prompts
 _WIDTH = 48  # tokens of every prompt call, so that all of them share compiled code
+_REPEATED = 16  # tokens of a prompt's repetition
 _STEPS = 9  # decode steps of most checks
 _LONG = _MAX_NEW  # decode steps that bring a row far beyond its prompt and `max_prompt`
 # Compiled code runs only a few times here, so that optimising it would take longer than it saves.
@@ -127,11 +129,19 @@ class _Case:
     def prompt(
         self, cache: Cache, positions: np.ndarray, last: bool = True
     ) -> tuple[np.ndarray, Cache]:
-        """Returns the outputs of a prompt, and the cache after it."""
-        tokens = self.tokens(positions)
-        out, cache = self.attend(
-            self.transform, cache, *tokens, phase="prompt", last=last, rope=self.rope
-        )
+        """Returns the outputs of a prompt, and the cache after it.
+
+        Some tokens follow the prompt for methods that look at its repetition.
+        """
+        attend = functools.partial(self.attend, self.transform, rope=self.rope)
+        repeats = last and any(tx.needs.repetition for tx in by_head_groups(self.transform))
+        ends = last and not repeats
+        out, cache = attend(cache, *self.tokens(positions), phase="prompt", last=ends)
+        if repeats:
+            reading: Any = layer_caches(cache)[0]
+            more = np.asarray(reading.kv.length)[:, None] + np.arange(_REPEATED)
+            more = np.where(np.asarray(reading.rows)[:, None], more, -1)
+            _, cache = attend(cache, *self.tokens(more), phase="repetition")
         out = np.asarray(out)
         if out[np.broadcast_to((positions < 0)[:, None, :, None], out.shape)].any():
             self.fail("answers padding of a prompt with numbers that are not 0")

@@ -28,6 +28,7 @@ PICTURES: dict[str, Callable[[Material], Figure]] = {
     "streaming_llm": functools.partial(kept, transform=kvjax.StreamingLLM(BUDGET)),
     "h2o": functools.partial(kept, transform=kvjax.H2O(BUDGET)),
     "snapkv": functools.partial(kept, transform=kvjax.SnapKV(BUDGET)),
+    "kvzip": functools.partial(kept, transform=kvjax.KVzip(BUDGET)),
     "pyramidkv": functools.partial(kept, transform=kvjax.PyramidKV(BUDGET)),
     "pyramidinfer": functools.partial(kept, transform=kvjax.PyramidInfer(BUDGET)),
     "layer_budget": functools.partial(kept, transform=kvjax.LayerBudgetEviction(reserve=BUDGET)),

@@ -82,7 +82,7 @@ class Call:
 
 def query_heads(kv_heads: Heads, group: int) -> Int[Array, " N"]:
     """The query heads of some KV heads, in their order."""
-    return (jnp.asarray(kv_heads)[:, None] * group + jnp.arange(group)).reshape(-1)
+    return (jnp.asarray(kv_heads)[:, None] * group + jnp.arange(group)[None]).reshape(-1)
 
 
 def key_positions(needs: Needs, kv: KVCache) -> Int[Array, "B H S"]:

@@ -20,6 +20,11 @@ from kvjax.rope import Rope
 
 T = TypeVar("T")
 
+# Tokens of a repetition whose queries are kept. When SmolLM2 keeps a tenth of 1,024 tokens of
+# WikiText in each head, what follows loses .57 nats without a fit, .59 with one to the queries of a
+# quarter of the tokens, .48 of half of them, and .42 of all.
+SAMPLE = 2048
+
 
 class QueryWindow(NamedTuple):
     """The last W queries of each row, oldest first.
@@ -49,6 +54,56 @@ class QueryWindow(NamedTuple):
         new = jnp.take_along_axis(q, jnp.maximum(index - size, 0), axis=2)
         query = jnp.where(index < size, old, new.astype(old.dtype))
         return QueryWindow(query, jnp.take_along_axis(position, last, axis=1))
+
+
+class QuerySample(NamedTuple):
+    """Queries of the repetition of each row's prompt: those of every n-th token.
+
+    n is the smallest power of 2 for which they find room, so that between W / 2 and W are there if
+    there have been as many tokens.
+
+    Args:
+      query: rotated, `[B, Q, W, D]`.
+      position: their positions, -1 where there were fewer, `[B, W]`.
+      count: tokens of the repetition so far, `[B]`.
+    """
+
+    query: Float[Array, "B Q W D"]
+    position: Int[Array, "B W"]
+    count: Int[Array, " B"]
+
+    @classmethod
+    def empty(cls, batch: int, query_heads: int, head_dim: int, dtype) -> QuerySample:
+        """Makes a sample without queries."""
+        query = jnp.zeros((batch, query_heads, SAMPLE, head_dim), dtype)
+        return cls(query, jnp.full((batch, SAMPLE), -1, jnp.int32), jnp.zeros(batch, jnp.int32))
+
+    def add(self, q: Float[Array, "B Q T D"], positions: Int[Array, "B T"]) -> QuerySample:
+        """Returns the sample after T more tokens, whatever calls they come in."""
+        so_far = jnp.cumsum(positions >= 0, axis=1, dtype=jnp.int32)
+        count = self.count + so_far[:, -1]
+        number = jnp.arange(SAMPLE, dtype=jnp.int32)[None] * _every(count)[:, None]
+        earlier = self.count[:, None]
+        old = jnp.minimum(number // _every(self.count)[:, None], SAMPLE - 1)
+        new = jax.vmap(jnp.searchsorted)(so_far, number - earlier + 1)
+        new = jnp.minimum(new, positions.shape[1] - 1).astype(jnp.int32)
+        position = jnp.where(
+            number < earlier,
+            jnp.take_along_axis(self.position, old, axis=1),
+            jnp.take_along_axis(positions, new, axis=1),
+        )
+        query = jnp.where(
+            (number < earlier)[:, None, :, None],
+            jnp.take_along_axis(self.query, old[:, None, :, None], axis=2),
+            jnp.take_along_axis(q, new[:, None, :, None], axis=2).astype(self.query.dtype),
+        )
+        return QuerySample(query, jnp.where(number < count[:, None], position, -1), count)
+
+
+def _every(count: Int[Array, " B"]) -> Int[Array, " B"]:
+    """Returns the n of every n-th token of so many: the smallest power of 2 that leaves SAMPLE."""
+    powers = jnp.arange(19, dtype=jnp.int32)[None]  # 2,048 << 19 is 2^30
+    return 1 << (SAMPLE << powers < count[:, None]).sum(1, dtype=jnp.int32)
 
 
 @jax.tree_util.register_dataclass
@@ -105,6 +160,8 @@ class Reading:
       queries: each row's last W queries, where the transform looks at them; None otherwise.
       repetition: the largest probability that each slot received from the prompt's repetition; None
         where nothing has been repeated.
+      sample: queries of the repetition, where the transform looks at them; None otherwise, and
+        where nothing has been repeated.
       rope: the last chunk's.
       options: scale, window, soft cap and sinks of its attention.
       begun: whether a chunk has been read (static).
@@ -116,6 +173,7 @@ class Reading:
     length_before: Int[Array, " B"]
     queries: QueryWindow | None
     repetition: Float[Array, "B H S"] | None
+    sample: QuerySample | None
     rope: Rope | None
     options: AttentionOptions
     begun: bool = field(default=True, metadata={"static": True})

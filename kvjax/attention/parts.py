@@ -14,7 +14,15 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from kvjax.attention.init_cache import init_cache
-from kvjax.attention.layer import Cache, Part, QueryWindow, Reading, layer_caches, map_parts
+from kvjax.attention.layer import (
+    Cache,
+    Part,
+    QuerySample,
+    QueryWindow,
+    Reading,
+    layer_caches,
+    map_parts,
+)
 from kvjax.budgets.layers import layers_of
 from kvjax.devices import Placement
 from kvjax.protocol import AttentionOptions, KVTransform
@@ -51,7 +59,8 @@ def has_rows(cache: Part) -> Part:
         whole, stored, queries = has_rows(cache.cache), every(cache.stored), every(cache.queries)
         return dataclasses.replace(
             cache, cache=whole, stored=stored, rows=True, length_before=True, queries=queries,
-            repetition=every(cache.repetition), rope=rope, options=options,
+            repetition=every(cache.repetition), sample=every(cache.sample), rope=rope,
+            options=options,
         )  # pyright: ignore[reportArgumentType]  # fmt: skip
     kv = cache.kv
     flags = _rows_of_state(
@@ -129,7 +138,8 @@ def divided_by(cache: Part, rows: Any, heads: Any) -> Part:
     if isinstance(cache, Reading):
         queries = None if cache.queries is None else window
         whole = divided_by(cache.cache, rows, heads)
-        return dataclasses.replace(specs, cache=whole, queries=queries, **changed)
+        sample = None if cache.sample is None else QuerySample(P(rows, heads), P(rows), P(rows))
+        return dataclasses.replace(specs, cache=whole, queries=queries, sample=sample, **changed)
     window = None if cache.window is None else window
     return dataclasses.replace(specs, window=window, **changed)
 

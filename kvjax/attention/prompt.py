@@ -18,7 +18,15 @@ from kvjax.attention.call import (
     query_heads,
     query_positions,
 )
-from kvjax.attention.layer import Cache, LayerCache, QueryWindow, Reading, kept_rope, map_parts
+from kvjax.attention.layer import (
+    Cache,
+    LayerCache,
+    QuerySample,
+    QueryWindow,
+    Reading,
+    kept_rope,
+    map_parts,
+)
 from kvjax.cache.rearrange import closed, compact, opened, widen
 from kvjax.cache.slots import append
 from kvjax.compose.chain import parts_of, state_of_parts, states_of_parts
@@ -48,7 +56,7 @@ def _begin(cache: LayerCache, empty: bool) -> Reading:
         queries = QueryWindow.empty(batch, heads * kv.group, size, kv.k.shape[3], kv.k.dtype)
     cache, rows = dataclasses.replace(cache, kv=kv, window=None), jnp.zeros(batch, bool)
     return Reading(
-        cache, stored, rows, kv.length + 0, queries, repetition=None, rope=None,
+        cache, stored, rows, kv.length + 0, queries, repetition=None, sample=None, rope=None,
         options=cache.options, begun=False,
     )  # fmt: skip
 
@@ -93,10 +101,19 @@ def with_repetition(cache: Cache) -> Cache:
     """Makes readings ready for a loop over the pieces of a repetition, whose carry has one type."""
 
     def ready(reading: Reading) -> Reading:
-        kv = reading.kv
-        return dataclasses.replace(reading, repetition=jnp.zeros(kv.shape, jnp.float32))
+        repetition = jnp.zeros(reading.kv.shape, jnp.float32)
+        return dataclasses.replace(reading, repetition=repetition, sample=_sample_of(reading))
 
     return map_parts(ready, cache)
+
+
+def _sample_of(reading: Reading) -> QuerySample | None:
+    """Returns the queries of the repetition so far; None: the transform does not look at them."""
+    if reading.sample is not None or not reading.transform.needs.repetition_queries:
+        return reading.sample
+    kv = reading.kv
+    batch, heads, _ = kv.shape
+    return QuerySample.empty(batch, heads * kv.group, kv.k.shape[3], kv.k.dtype)
 
 
 def look(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B Q T D"], Reading]:
@@ -123,12 +140,16 @@ def look(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B 
     at = jnp.broadcast_to(positions[:, None], k.shape[:3])
     mass = jnp.where(at >= 0, 0.0, -jnp.inf)
     to_piece = prompt_attention(q, k, v, mass, positions, at, **options)
-    out, lse, _ = join_attention([to_prompt, to_piece])
+    parts = [(out.astype(jnp.float32), lse) for out, lse in (to_prompt, to_piece)]
+    out, lse, _ = join_attention(parts)
     lse, out = beside_sinks(call.options.sinks, lse, out)
     received = column_maxima(q, keys, kv.log_mass, lse, positions, kv.position, **options).max(2)
     if reading.repetition is not None:
         received = jnp.maximum(received, reading.repetition)
-    reading = dataclasses.replace(reading, repetition=received, rope=call.rope)
+    sample = _sample_of(reading)
+    if sample is not None:
+        sample = sample.add(tokens.q, positions)
+    reading = dataclasses.replace(reading, repetition=received, sample=sample, rope=call.rope)
     return out.reshape(tokens.q.shape).astype(tokens.q.dtype), reading
 
 
@@ -138,9 +159,11 @@ def step_of(reading: Reading, implementation: str | None = None) -> Step:
     if needs.unrotated_keys:
         keys = rope.rotate(keys, key_positions(needs, kv))
     query, query_position = reading.queries or (None, None)
+    repetition_query, repetition_position, _ = reading.sample or (None, None, None)
     return Step(
         rows=reading.rows, keys=keys, query=query, query_position=query_position,
-        repetition=reading.repetition, length_before=reading.length_before, rope=rope,
+        repetition=reading.repetition, repetition_query=repetition_query,
+        repetition_position=repetition_position, length_before=reading.length_before, rope=rope,
         moment="prompt", options=reading.options, implementation=implementation,
     )  # fmt: skip
 
@@ -163,7 +186,7 @@ def compress(reading: Reading, implementation: str | None = None) -> LayerCache:
     if kv.slots != kv.capacity or first < len(parts):
         kv = compact(kv, kv.capacity, step.rows)
     # Keys and what slots received are those before slots were freed: an index reads the cache.
-    step = dataclasses.replace(step, keys=None, repetition=None)
+    step = dataclasses.replace(step, keys=None, repetition=None, repetition_query=None)
     kv, others, _ = decide(parts[first:], kv, states[first:], step)
     kv = closed(kv, reading.stored, step.rows, rope if kv.unrotated_keys else None)
     if kv.interval is not None:  # what a flush has to know of this attention
@@ -224,8 +247,12 @@ def _read_for(cache: LayerCache, reading: Reading, heads: Heads) -> Reading:
         repetition = jnp.pad(
             repetition[:, jnp.asarray(heads)], ((0, 0), (0, 0), (0, kv.slots - seen.slots))
         )
+    sample = reading.sample if needs.repetition_queries else None
+    if sample is not None:
+        sample = sample._replace(query=sample.query[:, query])
     return dataclasses.replace(
         begun, cache=dataclasses.replace(begun.cache, kv=kv), rows=reading.rows, queries=queries,
-        repetition=repetition, rope=reading.rope, options=reading.options.of_heads(query),
+        repetition=repetition, sample=sample, rope=reading.rope,
+        options=reading.options.of_heads(query),
         begun=True,
     )  # fmt: skip

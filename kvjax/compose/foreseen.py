@@ -36,6 +36,7 @@ def foreseen(transform: KVTransform, moment: Moment) -> Decision | None:
     extent, needs = transform.extent(Extent(MAX_PROMPT, MAX_NEW)), transform.needs
     prompt, step = moment == "prompt", moment == "step"
     mass = step and (needs.accumulated_attention or needs.decode_mass)
+    repeats = needs.repetition_queries
     window = needs.queries(MAX_PROMPT) if prompt or needs.decode_queries else 0
 
     def decide() -> Decision | None:
@@ -55,6 +56,8 @@ def foreseen(transform: KVTransform, moment: Moment) -> Decision | None:
             query=jnp.zeros((1, 1, window, HEAD_DIM)) if window else None,
             query_position=jnp.zeros((1, window), jnp.int32) if window else None,
             repetition=jnp.zeros(cache.shape) if prompt and needs.repetition else None,
+            repetition_query=jnp.zeros((1, 1, 4, HEAD_DIM)) if prompt and repeats else None,
+            repetition_position=jnp.zeros((1, 4), jnp.int32) if prompt and repeats else None,
             length_before=jnp.zeros(1, jnp.int32) if prompt else None,
             moment=moment,
             options=AttentionOptions(1.0),

@@ -144,6 +144,7 @@ class ReadOnce:
             query_window=needs.query_window,
             query_share=needs.query_share,
             repetition=needs.repetition,
+            repetition_queries=needs.repetition_queries,
             unrotated_keys=needs.unrotated_keys,
         )
 

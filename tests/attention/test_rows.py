@@ -297,6 +297,8 @@ def beams():
 def of_beams(name: str) -> kvjax.KVTransform:
     """A method for the two layers of the example."""
     arguments = dict(ARGUMENTS[name])
+    if name == "kvzip":
+        arguments["room"] = 8  # the example does not repeat its prompt
     if name == "infinigen":
         found = np.random.default_rng(0).normal(size=(2, KV_HEADS, HEAD_DIM, 3))
         arguments["calibration"] = kvjax.InfiniGenCalibration(found)

@@ -15,7 +15,16 @@ import pytest
 
 import kvjax
 from tests.references.attention import softmax_attention
-from tests.support.attending import Tokens, attend, flushed, new_cache, parts, right, slots_of
+from tests.support.attending import (
+    Tokens,
+    attend,
+    flushed,
+    new_cache,
+    parts,
+    prompt,
+    right,
+    slots_of,
+)
 from tests.support.cases import BUDGET, CASES, COVERING, quantised
 from tests.support.marks import some_slow
 from tests.support.tolerances import roundings, within_roundings
@@ -61,7 +70,10 @@ def outputs(name: str, numbers: str, dtype: str, implementation: str | None = No
     cache = new_cache(transform, dtype=jnp.dtype(dtype), max_prompt=40, max_new=2 * STEPS)
     for turn, counts in (("first", LENGTHS), ("further", FURTHER)):
         positions = right(lengths, counts, WIDTH)
-        out, cache = call(cache, *tokens(numbers).at(positions, dtype), phase="prompt")
+        out, cache = prompt(
+            transform, cache, tokens(numbers), positions, dtype=dtype, rope=rope,
+            implementation=implementation,
+        )  # fmt: skip
         found[f"{turn} prompt"] = np.where(positions[:, None, :, None] < 0, 0, out)
         lengths, steps = lengths + counts, []
         for step in range(STEPS):

@@ -15,8 +15,8 @@ from tests.devices.many_devices import NEW
 
 # Every method, and of its options those that draw, compare heads, or look at all of a row.
 METHODS = (
-    "full", "streaming_llm", "h2o", "snapkv", "pyramidkv", "pyramidinfer(budget=96)",
-    "kvmerger(pivot='random')", "chelsea", "clusterkv(dense_layers=())",
+    "full", "streaming_llm", "h2o", "snapkv", "kvzip", "kvzip(fit=True)", "pyramidkv",
+    "pyramidinfer(budget=96)", "kvmerger(pivot='random')", "chelsea", "clusterkv(dense_layers=())",
     "quest(dense_layers=(), per_query_head=True)", "infinigen(dense_layers=())",
     "layer_budget(unfold=True)", "spindlekv", "spindlekv(unfold=True)",
     "every(pyramidinfer(budget=96, interval=None), steps=8)", "when_full(snapkv, room=8)",

@@ -26,6 +26,7 @@ MORE = {
     "unrotated": "chain(snapkv, codebook)",
     "cam of h2o": "cam(h2o)",
     "outlier heads": None,
+    "kvzip with fit": "kvzip(fit=True)",
 }
 
 
@@ -40,12 +41,12 @@ NAMES = [*TRANSFORMS, *MORE]
 FAST = "snapkv", "h2o"
 
 
-def equal(one: kvjax.Context, other: kvjax.Context) -> None:
+def equal(one: kvjax.Context, other: kvjax.Context, kind: str = "accumulated") -> None:
     """Two contexts are alike: the same slots, and numbers but for roundings."""
     assert jax.tree.structure(one) == jax.tree.structure(other)
     for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         if jnp.issubdtype(x.dtype, jnp.floating):
-            close(x, y, "accumulated")
+            close(x, y, kind)
         else:
             np.testing.assert_array_equal(numbers(x), numbers(y))
 
@@ -62,7 +63,7 @@ def test_a_context_equals_the_one_that_read_gives(once, name):
         once.context(transform),
         kvjax.read(model(), RAGGED, transform=transform, **SIZES),
     )
-    equal(shared, alone)
+    equal(shared, alone, "fitted" if "fit" in name else "accumulated")
     answers = [
         kvjax.generate(model(), QUESTIONS, context=context, max_new_tokens=6).tokens
         for context in (shared, alone)

@@ -135,9 +135,9 @@ def test_what_was_asked_for_decides_and_not_its_padding(monkeypatch):
     seen = []
     begin = decode_loop.begin
 
-    def spy(*args):
+    def spy(*args, **options):
         seen.append(args[5])
-        return begin(*args)
+        return begin(*args, **options)
 
     monkeypatch.setattr(decode_loop, "begin", spy)
     for new in (4, 5):

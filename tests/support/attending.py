@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
+from kvjax.attention.layer import layer_caches
+from kvjax.compose.wrappers import by_head_groups
 from kvjax.storage.quantize.payload import Quantized
 from tests.references.attention import softmax_attention
 from tests.references.rope import rope as rotate
@@ -105,11 +107,28 @@ def new_cache(transform, batch=3, **changes):
     return init_cache(transform, **{**SIZE, "batch": batch, **changes})
 
 
+def looks_at_repetition(transform) -> bool:
+    return any(tx.needs.repetition for tx in by_head_groups(transform))
+
+
+REPEATED = 6  # tokens that follow a prompt for methods that look at its repetition
+
+
 def prompt(transform, cache, tokens: Tokens, positions, last=True, dtype=jnp.float32, **options):
-    return attend(
-        transform, cache, *tokens.at(positions, dtype),
-        phase="prompt", last=last, rope=the_rope(), **options,
+    """A chunk of a prompt, which some tokens follow if a method looks at its repetition."""
+    looks = last and looks_at_repetition(transform)
+    options.setdefault("rope", the_rope())
+    out, cache = attend(
+        transform, cache, *tokens.at(positions, dtype), phase="prompt", last=last and not looks,
+        **options,
     )  # fmt: skip
+    if looks:
+        reading = layer_caches(cache)[0]
+        counts = jnp.where(reading.rows, REPEATED, 0)
+        where = right(reading.kv.length, counts, REPEATED)
+        new = tokens.at(where, dtype)
+        _, cache = attend(transform, cache, *new, phase="repetition", **options)
+    return out, cache
 
 
 def decode(transform, cache, tokens: Tokens, positions, dtype=jnp.float32, **options):
@@ -175,7 +194,11 @@ def shapes_of_run(transform, tokens: Tokens, positions, dtype=jnp.float32, **siz
     def calls():
         step = functools.partial(kvjax.attend, transform, rope=the_rope())
         empty = new_cache(transform, len(positions), dtype=dtype, **sizes)
-        prompt_out, cache = step(empty, *tokens.at(positions, dtype), phase="prompt")
+        looks = looks_at_repetition(transform)
+        new = tokens.at(positions, dtype)
+        prompt_out, cache = step(empty, *new, phase="prompt", last=not looks)
+        if looks:
+            _, cache = step(cache, *tokens.at(now, dtype), phase="repetition")
         out, after = step(cache, *tokens.at(now, dtype), phase="decode")
         return Shapes(prompt_out, out, (empty, cache, after))
 

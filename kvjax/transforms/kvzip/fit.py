@@ -42,10 +42,11 @@ def fit(
     *,
     scale: float,
     soft_cap: float | None = None,
+    seen: Bool[Array, "B H T S"] | None = None,
 ) -> Fitted:
     """Fits masses and values of kept slots to the attention of some queries over all tokens.
 
-    The N = G·T queries of a KV head are fitted together, and see all S kept slots. With
+    The N = G·T queries of a KV head are fitted together. With
     `x[n, s] = scale · q[n]·k[s]` (capped by `soft_cap`), in this order:
 
     1. Masses `B`, least squares of `Σ_s exp(x[n, s]) B[s] = exp(lse[n])` with `B >= 0`. Each row is
@@ -69,6 +70,7 @@ def fit(
         `prompt_attention` returns them. A query whose `lse` is `-inf` saw nothing (padding) and
         counts for nothing.
       scale, soft_cap: scale and bound of the logits (static).
+      seen: which slots each query sees; None: all that are live.
 
     Returns:
       Log-masses in float32, `-inf` where a slot is free, and values in the dtype of `v`, 0 there.
@@ -104,7 +106,8 @@ def fit(
     fit_head = functools.partial(_fit_head, scale=scale, soft_cap=soft_cap)
     # All sums are of products in float32: in TF32, rounding would be larger than the ridge.
     with jax.default_matmul_precision("highest"):
-        by_head = [x.reshape(-1, *x.shape[2:]) for x in (k, v, log_mass)]
+        kept = (k, v, log_mass) if seen is None else (k, v, log_mass, seen)
+        by_head = [x.reshape(-1, *x.shape[2:]) for x in kept]
         by_query = [x.reshape(-1, q.shape[2] * q.shape[3], *x.shape[4:]) for x in (q, out, lse)]
         log_mass, fitted = jax.lax.map(lambda head: fit_head(*head), (*by_query, *by_head))
     return Fitted(log_mass.reshape(k.shape[:3]), fitted.reshape(v.shape))
@@ -117,12 +120,16 @@ def _fit_head(
     k: Float[Array, "S D"],
     v: Float[Array, "S D"],
     log_mass: Float[Array, " S"],
+    seen: Bool[Array, "T S"] | None = None,
     *,
     scale: float,
     soft_cap: float | None,
 ) -> tuple[Float[Array, " S"], Float[Array, "S D"]]:
     """Returns log-masses and values of one KV head."""
     live, dtype = log_mass > -jnp.inf, v.dtype
+    visible = (lse > -jnp.inf)[:, None]
+    if seen is not None:
+        visible &= jnp.tile(seen, (lse.size // seen.shape[0], 1))
     k, v = (jnp.where(live[:, None], x, 0) for x in (k, v.astype(jnp.float32)))
     square = jnp.zeros((live.size, live.size), jnp.float32)
 
@@ -130,16 +137,17 @@ def _fit_head(
         """Sums what a function returns for the logits `[n, S]` and the rest of some queries."""
 
         def add(first, count, sums):
-            q_n, out_n, lse_n = (block_of(x, first, count, 0) for x in (q, out, lse))
+            blocks = (block_of(x, first, count, 0) for x in (q, out, lse, visible))
+            q_n, out_n, lse_n, visible_n = blocks
             logits = scale * jnp.einsum(
                 "nd,sd->ns", q_n.astype(k.dtype), k, preferred_element_type=jnp.float32
             )
             if soft_cap is not None:
                 logits = soft_cap * jnp.tanh(logits / soft_cap)
-            logits = jnp.where(live[None] & (lse_n > -jnp.inf)[:, None], logits, -jnp.inf)
+            logits = jnp.where(live[None] & visible_n, logits, -jnp.inf)
             return jax.tree.map(jnp.add, sums, of_block(logits, out_n.astype(jnp.float32), lse_n))
 
-        return over_blocks(lse.size, QUERIES, add, varying(start, q, k, v, live, out, lse))
+        return over_blocks(lse.size, QUERIES, add, varying(start, q, k, v, live, out, visible))
 
     def for_masses(logits, out_n, lse_n):
         ratio = jnp.exp(logits - finite_or_zero(lse_n)[:, None])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,11 +11,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets.budgets import Budget, check_budget, most_slots, rows_budget
 from kvjax.budgets.layers import Table
-from kvjax.cache.slots import KVCache
+from kvjax.cache.payload import take_slots, write_slots
+from kvjax.cache.selection import evictable, keep_best
+from kvjax.cache.slots import KVCache, slot_numbers
 from kvjax.checks import check_count, check_flag
-from kvjax.decisions import Keep
+from kvjax.decisions import Keep, Retain
 from kvjax.protocol import Extent, Needs, Step
 from kvjax.transforms.held_budget import PromptBudget
+from kvjax.transforms.kvzip.fit import fit
+from pallas_kernels import prompt_attention
+from pallas_kernels.base.logits import visible_slots
 
 DOCUMENT = "document"  # the column that marks tokens of prompts that were repeated
 
@@ -44,6 +50,10 @@ class KVzip(PromptBudget):
       sinks: tokens at positions 0 … sinks − 1 that always stay; 4.
       window: newest tokens of a document that always stay; 0, as in the paper.
       room: slots for questions and answers of earlier turns; 256.
+      fit: whether the tokens that stay get masses and values for which attention over them is as
+        close as possible to attention over the whole document; False, as in the paper. See
+        `kvjax.transforms.kvzip.fit`. Queries of the repetition tell what attention is: those of
+        every n-th token, of which there are up to 2,048, for all query heads of a KV head.
 
     Raises:
       TypeError, ValueError: `budget` is no number, below `sinks + window + 1` or a share outside
@@ -56,13 +66,15 @@ class KVzip(PromptBudget):
 
     References:
       Kim et al., KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, arXiv
-      2505.23416.
+      2505.23416; Fast KV Compaction via Attention Matching, arXiv 2602.16284, for `fit`.
 
     Deviations from the paper:
       Scores count the size of values (`values`), which keeps the needles of small models at much
       smaller budgets. Every head keeps the same number of tokens; `kvjax.by_head` shares a budget
       among heads, as the paper does for each document anew. A repetition attends to the document
-      as it is in all layers, and to its own piece.
+      as it is in all layers, and to its own piece. With `fit`, these queries have not seen either
+      what earlier layers have lost, and each document is fitted by itself: masses and values of
+      what was kept before stay.
     """
 
     budget: Budget
@@ -70,16 +82,22 @@ class KVzip(PromptBudget):
     sinks: int = 4
     window: int = 0
     room: int = 256
+    fit: bool = False
 
     paper: ClassVar[str] = "KVzip, arXiv 2505.23416"
-    needs: ClassVar[Needs] = Needs(repetition=True)
     minimum = property(lambda self: self.sinks + self.window + 1)  # the smallest workable budget
 
     def __post_init__(self):
-        check_flag("values", self.values)
+        for name in ("values", "fit"):
+            check_flag(name, getattr(self, name))
         for name in ("sinks", "window", "room"):
             check_count(name, getattr(self, name), 0)
         check_budget(self.budget, self.minimum, "sinks + window + 1")
+
+    @property
+    def needs(self) -> Needs:
+        """The document's repetition, and its queries for the fit."""
+        return Needs(repetition=True, repetition_queries=self.fit, writes_values=self.fit)
 
     def extent(self, extent: Extent) -> Extent:
         """Bounds documents to the budget; questions have `room`, and new tokens come on top."""
@@ -91,24 +109,64 @@ class KVzip(PromptBudget):
         cache = cache.with_column(DOCUMENT, jnp.zeros(cache.shape, bool), fill=False, merge="keep")
         return super().init(cache, layer)
 
-    def on_prompt(self, cache: KVCache, state: Table, step: Step) -> tuple[Keep, Table]:
+    def on_prompt(self, cache: KVCache, state: Table, step: Step) -> tuple[Keep | Retain, Table]:
         """Keeps the best tokens of a document, or all of a prompt that was not repeated."""
         document = cache.column(DOCUMENT)
         if step.repetition is None:
             return self._keep_questions(cache, document), state
-        new = cache.live & (cache.position >= step.length_before[:, None, None])
-        before = cache.live & ~new
+        live = evictable(cache)
+        new = live & (cache.position >= step.length_before[:, None, None])
+        before = live & document
+        others = self._newest_others(cache, live & ~new & ~document)
         slots = self.rows_budget(cache, state).reshape(step.rows.shape[0], -1)  # [B, 1] or [B, H]
         if isinstance(self.budget, int):
-            slots = jnp.maximum(slots - (before & document).sum(-1), 0)
+            slots = jnp.maximum(slots - before.sum(-1), 0)
         else:  # the share of all tokens so far, less that of earlier documents
             slots = slots - self._slots_before(step.length_before, cache, state)
+        slots = jnp.minimum(slots, new.sum(-1))
+        score = repetition_score(cache, step, new, self.values)
         keep = Keep(
-            slots + before.sum(-1), repetition_score(cache, step, new, self.values),
-            always=before | (cache.position < self.sinks),
+            slots + (before | others).sum(-1), jnp.where(new, score, -jnp.inf),
+            always=before | others | (new & (cache.position < self.sinks)),
             newest=jnp.full(cache.shape[:1], self.window), columns={DOCUMENT: document | new},
         )  # fmt: skip
-        return keep, state
+        return (self._fitted(keep, cache, step, new) if self.fit else keep), state
+
+    def _fitted(
+        self, keep: Keep, cache: KVCache, step: Step, document: Bool[Array, "B H S"]
+    ) -> Keep:
+        """Gives the kept tokens of a document the masses and values that stand for all of it."""
+        batch, heads, slots = cache.shape
+        q, positions = step.repetition_query, step.repetition_position
+        q = q.reshape(batch, heads, -1, *q.shape[2:])
+        options, values = step.options, cache.v.read()
+        mass = jnp.where(document, cache.log_mass, -jnp.inf)
+        out, lse = prompt_attention(
+            q, step.keys, values, mass, positions, cache.position, **options.static,
+            implementation=step.implementation,
+        )  # fmt: skip
+        # The fit's arrays have as many slots as a head of this cache can keep of documents.
+        most = min(most_slots(self.budget, cache.max_prompt, self.minimum), slots)
+        kept = jnp.where(document & keep.kept(cache), slot_numbers(cache.shape), slots)
+        kept = jnp.sort(kept, axis=-1)[..., :most]
+        index = jnp.minimum(kept, slots - 1)
+        mass = jnp.where(kept < slots, take_slots(mass, index), -jnp.inf)
+        seen = None
+        if options.window is not None:
+            seen = visible_slots(mass, take_slots(cache.position, index), positions, options.window)
+        k, v = take_slots(step.keys, index), take_slots(values, index)
+        fitted = fit(
+            q, k, v, mass, out, lse, scale=options.scale, soft_cap=options.soft_cap, seen=seen
+        )
+        return dataclasses.replace(
+            keep, values=write_slots(values, kept, fitted.v),
+            log_mass=write_slots(cache.log_mass, kept, fitted.log_mass),
+        )  # fmt: skip
+
+    def _newest_others(self, cache: KVCache, others: Bool[Array, "B H S"]) -> Bool[Array, "B H S"]:
+        """Returns the newest `room` of the tokens that are of no document."""
+        room, age = jnp.full(cache.shape[:1], self.room), cache.position.astype(jnp.float32)
+        return keep_best(age, others, cache.position, room)
 
     def _slots_before(
         self, length: Int[Array, " B"], cache: KVCache, table: Table
@@ -117,7 +175,7 @@ class KVzip(PromptBudget):
         slots = rows_budget(self.budget, length, cache.max_prompt, self.minimum, table)
         return jnp.where(length[:, None] > 0, slots.reshape(length.shape[0], -1), 0)
 
-    def _keep_questions(self, cache: KVCache, document: Bool[Array, "B H S"]) -> Keep:
+    def _keep_questions(self, cache: KVCache, document: Bool[Array, "B H S"]) -> Retain:
         """Keeps all documents, and the newest `room` of all other tokens."""
         tokens = cache.slots - cache.capacity  # of this prompt, padded
         if tokens > self.room:
@@ -125,8 +183,9 @@ class KVzip(PromptBudget):
                 f"{self!r} must see a prompt repeated, or the prompt must fit into room, got one "
                 f"of up to {tokens} tokens: read it by kvjax.read, or give KVzip more room"
             )
-        documents = (cache.live & document).sum(-1, dtype=jnp.int32)
-        return Keep(documents + self.room, cache.position.astype(jnp.float32), always=document)
+        live = evictable(cache)
+        keep = live & (document | self._newest_others(cache, live & ~document))
+        return Retain(keep)
 
 
 def repetition_score(

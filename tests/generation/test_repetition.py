@@ -1,0 +1,129 @@
+"""A prompt read with its repetition equals whole passes that are cut afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.generation.compiler import Compiler
+from kvjax.generation.model import as_functional
+from kvjax.generation.prompt_pass import CacheSize
+from kvjax.generation.read_once import Observe
+from kvjax.generation.turns import begin
+from kvjax.models import DecoderConfig, LayerConfig, RopeConfig, random_decoder
+from kvjax.protocol import Needs
+from tests.references.attention import softmax_attention
+from tests.references.slots import best
+from tests.support.attending import slots_of
+from tests.support.marks import some_slow
+from tests.support.tolerances import close
+
+# No token twice, so that no two scores are equal.
+PROMPTS = [np.random.default_rng(n).permutation(250)[:n].tolist() for n in (150, 70, 33)]
+REPETITION = kvjax.Repetition(first=(251, 252), further=(253,), piece=64)
+BUDGET, SINKS, NEWEST, WINDOW = 0.2, 3, 2, 40
+SIZES = {
+    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2,
+    "query_heads": 4, "kv_heads": 2, "head_dim": 8, "rope": RopeConfig(rotary_dim=8),
+    "max_positions": 512,
+}  # fmt: skip
+LOCAL = (LayerConfig(RopeConfig(rotary_dim=8, theta=100.0), WINDOW), LayerConfig(SIZES["rope"]))
+CASES = {
+    "plain": {}, "soft cap": {"attention_soft_cap": 1.5, "attention_scale": 4.0},
+    "windows": {"layers": LOCAL, "attention_scale": 3.0, "norms": "both"},
+}  # fmt: skip
+
+
+@functools.cache
+def model(name: str):
+    return random_decoder(DecoderConfig(**SIZES | CASES[name]), seed=3)
+
+
+def whole_pass(name: str, ids: list[int]):
+    """Of each layer: queries, keys and values of all tokens, every one of them kept."""
+    functional, width = as_functional(model(name)), len(ids)
+    observe = Observe(Needs(query_window=width))
+    size = CacheSize.of(functional, 1, width, 0, np.float32, width)
+    layers = (observe,) * functional.num_layers
+    context = begin(
+        functional, [ids], [width], observe, layers, size, Compiler(), on_layer=None, last=False
+    )
+    for reading in context.caches:
+        assert reading.kv.position[0, 0, :width].tolist() == list(range(width))
+        stored = reading.kv.k, reading.kv.v
+        k, v = (np.asarray(x.read(), np.float64)[0, :, :width] for x in stored)
+        yield np.asarray(reading.queries.query, np.float64)[0], k, v
+
+
+def pieces(prompt: list[int]) -> list[list[int]]:
+    """Tokens that follow the prompt, once for each of its pieces."""
+    made = [[*REPETITION.first, *prompt[: REPETITION.piece]]]
+    for start in range(REPETITION.piece, len(prompt), REPETITION.piece):
+        asked = *REPETITION.further, *prompt[start - 8 : start]
+        made.append([*asked, *prompt[start : start + REPETITION.piece]])
+    return made
+
+
+def expected(name: str, prompt: list[int], windows: bool):
+    """Of each layer and KV head: kept positions, their keys and their values."""
+    length, config = len(prompt), model(name).config
+    passes = [list(whole_pass(name, prompt + piece)) for piece in pieces(prompt)]
+    for number in range(config.num_layers):
+        window = config.layers[number].window if config.layers else None
+        for head in range(2):
+            group, score = slice(head * 2, head * 2 + 2), np.zeros(length)
+            for layers in passes:
+                q, k, v = layers[number]
+                at = np.arange(k.shape[1])
+                _, p = softmax_attention(
+                    q[group, length:], k[head], v[head], at[length:], at, window=window,
+                    scale=config.attention_scale or 8**-0.5, soft_cap=config.attention_soft_cap,
+                )  # fmt: skip
+                score = np.maximum(score, p[..., :length].max((0, 1)))
+            _, k, v = passes[0][number]
+            k, v = k[head, :length], v[head, :length]
+            if window is None or windows:
+                size = np.linalg.norm(v, axis=1)
+                score = score * size / np.median(size)
+                score[:SINKS], score[length - NEWEST :] = np.inf, np.inf
+                kept = best(score, max(int(BUDGET * length), SINKS + NEWEST + 1))
+            else:
+                kept = [*range(length)][-WINDOW + 1 :]  # and the next token
+            yield number, head, kept, k[kept], v[kept]
+
+
+@pytest.mark.parametrize("parts", [True, False])
+@pytest.mark.parametrize("name", some_slow(CASES, "windows"))
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_it_equals_whole_passes_that_are_cut_afterwards(name, everywhere, parts):
+    if everywhere and name != "windows":
+        pytest.skip("no layer has a window")
+    tx = kvjax.KVzip(BUDGET, sinks=SINKS, window=NEWEST)
+    tx = kvjax.Everywhere(tx) if everywhere else tx
+    functional = as_functional(model(name))
+    if not parts:
+        functional = dataclasses.replace(functional, parts=None)
+    context = kvjax.read(
+        functional, PROMPTS, transform=tx, max_new=4, dtype=np.float32, repetition=REPETITION
+    )
+    assert context.length.tolist() == [150, 70, 33]
+    for row, prompt in enumerate(PROMPTS):
+        for number, head, kept, k, v in expected(name, prompt, everywhere):
+            slots = slots_of(context.caches[number], row, head)
+            where = f"row {row}, layer {number}, head {head}"
+            np.testing.assert_array_equal(slots["position"][-len(kept) :], kept, where)
+            close(slots["k"][-len(kept) :], k, what=where)
+            close(slots["v"][-len(kept) :], v, what=where)
+            assert len(slots["position"]) <= len(kept) + (len(kept) == WINDOW - 1)
+
+
+def test_the_logits_are_those_of_the_prompt():
+    """A repetition changes what is kept, and nothing of the pass itself."""
+    read = functools.partial(kvjax.read, model("plain"), PROMPTS, max_new=4, dtype=np.float32)
+    full = read(transform=kvjax.Full())
+    looked = read(transform=kvjax.KVzip(BUDGET, fit=True), repetition=REPETITION)
+    close(looked.logits, full.logits)

@@ -1,0 +1,96 @@
+"""KVzip (arXiv 2505.23416): what a document's repetition attends to, of one row and KV head."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .budgets import rows_budget
+from .repetition import repetition
+from .slots import Slots, best
+
+
+class KVzip:
+    """Keeps the best tokens of documents, and the newest `room` tokens of all others.
+
+        score[s] = max over pieces, query heads g and queries t of p[g, t, s]
+
+    times ||v_s|| / median over the new document's tokens of ||v||, with `values`.  Sinks and the
+    newest `window` tokens come first.  What is kept of a document stays when another one comes.
+    Of a share, a document gets what its tokens add to the slots of all tokens so far.  Of a number,
+    it gets what earlier documents have left.
+    """
+
+    def __init__(
+        self,
+        budget,
+        values=True,
+        sinks=4,
+        window=0,
+        room=256,
+        *,
+        max_prompt=128,
+        attention=None,
+    ) -> None:
+        self.budget, self.values, self.room = budget, values, room
+        self.sinks, self.window, self.max_prompt = sinks, window, max_prompt
+        self.options = attention or {}
+        self.slots = Slots(**self.options)
+        self.documents: set[int] = set()
+        self.length, self.length_before = 0, 0  # the newest token may have been evicted
+
+    @property
+    def kept(self) -> list[int]:
+        """Positions of the live tokens."""
+        return self.slots.positions.tolist()
+
+    def begin_prompt(self) -> None:
+        """Notes how many tokens come before the prompt."""
+        self.length_before = self.length
+
+    def read(self, q, k, v, positions) -> np.ndarray:
+        """q [G, T, D], k and v [T, D], positions [T] of a prompt or a step -> out [G, T, D]."""
+        self.slots.append(k, v, positions, len(q))
+        self.length = max(self.length, 1 + int(np.max(positions)))
+        return self.slots.attend(q, positions)[0]
+
+    def end_document(self, pieces) -> list[np.ndarray]:
+        """Looks at the pieces of the repetition, of which it returns the outputs, and decides."""
+        slots, length = self.slots, self.length
+        prompt = slots.keys, slots.values, slots.positions
+        outs, score = repetition(prompt, pieces, **self.options)
+        new = slots.positions >= self.length_before
+        if self.values:
+            size = np.linalg.norm(slots.values, axis=1)
+            score = score * size / np.median(size[new])
+        first = slots.positions < self.sinks
+        first |= slots.positions >= length - self.window
+        score = np.where(new, np.where(first, np.inf, score), -np.inf)
+        count = min(max(self.slots_of_document(length), 0), int(new.sum()))
+        chosen = set(best(score, count)) | self.others(~new & ~self.is_document())
+        old = set(np.flatnonzero(self.is_document()).tolist())
+        self.documents |= {int(slots.positions[i]) for i in best(score, count)}
+        slots.keep(sorted(chosen | old))
+        return outs
+
+    def end_question(self) -> None:
+        """Keeps documents, and the newest of all other tokens."""
+        old = set(np.flatnonzero(self.is_document()).tolist())
+        self.slots.keep(sorted(old | self.others(~self.is_document())))
+
+    def slots_of_document(self, length: int) -> int:
+        """Slots of a document that ends at `length` tokens."""
+        if isinstance(self.budget, int):
+            return self.budget - len(self.documents)
+        minimum = self.sinks + self.window + 1
+        before = min(self.length_before, self.max_prompt)
+        earlier = rows_budget(self.budget, before, minimum) if before else 0
+        return rows_budget(self.budget, min(length, self.max_prompt), minimum) - earlier
+
+    def is_document(self) -> np.ndarray:
+        """Marks what is kept of documents, among the live tokens."""
+        return np.isin(self.slots.positions, sorted(self.documents))
+
+    def others(self, among: np.ndarray) -> set[int]:
+        """The newest `room` of these tokens."""
+        places = np.flatnonzero(among).tolist()
+        return set(places[max(len(places) - self.room, 0) :])

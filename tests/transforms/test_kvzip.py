@@ -1,0 +1,230 @@
+"""KVzip against its reference: kept positions and outputs at every call."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from tests.references.kvzip import KVzip
+from tests.references.rope import rope as rotate
+from tests.support.attending import OPTIONS, attend, init_cache, of_heads
+from tests.support.marks import some_slow
+from tests.support.tolerances import close
+
+ROWS, DIM, MAX_PROMPT, WIDTH, PIECE = 3, 8, 128, 56, 24
+INV_FREQ = np.float32([1.0, 0.3, 0.02, 0.001])
+ROPE = kvjax.Rope(INV_FREQ)
+
+
+class Documents:
+    """Rows of documents, questions and answers, in the library and in one reference per head."""
+
+    def __init__(self, budget=20, *, heads=(2, 2), attention=None, seed=0, fit=False, **arguments):
+        self.tx = kvjax.KVzip(budget, fit=fit, **arguments)
+        self.rng, self.options = np.random.default_rng(seed), attention or {}
+        self.kv_heads, self.group = heads
+        self.length = np.zeros(ROWS, int)
+        self.cache = init_cache(
+            self.tx, batch=ROWS, kv_heads=heads[0], query_heads=heads[0] * heads[1], head_dim=DIM,
+            max_prompt=MAX_PROMPT, max_new=32, dtype=np.float32,
+            **{name: self.options[name] for name in OPTIONS if name in self.options},
+        )  # fmt: skip
+        self.heads = [(row, head) for row in range(ROWS) for head in range(heads[0])]
+        self.references = {
+            (row, head): KVzip(
+                budget,
+                **arguments,
+                max_prompt=MAX_PROMPT,
+                attention=of_heads(self.options, self.of(head)),
+            )
+            for row, head in self.heads
+        }
+
+    def of(self, head: int) -> slice:
+        """The query heads of a KV head."""
+        return slice(head * self.group, (head + 1) * self.group)
+
+    def tokens(self, counts, width: int, side: str = "right"):
+        """Queries, keys, values and positions behind what there is; noise is padding."""
+        heads = self.kv_heads * self.group, self.kv_heads, self.kv_heads
+        new = [self.rng.normal(size=(ROWS, n, width, DIM)) * (2 if n > 2 else 1) for n in heads]
+        where = np.full((ROWS, width), -1)
+        for row, count in enumerate(counts):
+            start = width - count if side == "left" else 0
+            where[row, start : start + count] = self.length[row] + np.arange(count)
+        return [x.astype(np.float32) for x in new], where
+
+    def call(self, new, where, phase: str, last: bool = True) -> np.ndarray:
+        out, self.cache = attend(
+            self.tx, self.cache, *new, where.astype(np.int32), phase=phase, last=last, rope=ROPE,
+            **self.options,
+        )  # fmt: skip
+        return np.asarray(out)
+
+    def of_head(self, new, where, row: int, head: int):
+        """What a reference takes: rotated queries and keys of a row and head."""
+        q, k, v = (x.astype(np.float64)[row] for x in new)
+        at = where[row]
+        return rotate(q[self.of(head)], at, INV_FREQ), rotate(k[head], at, INV_FREQ), v[head], at
+
+    def read(self, counts, side: str, chunks: int, last: bool) -> None:
+        """Reads a prompt, which the references attend to and do not end."""
+        for reference in self.references.values():
+            reference.begin_prompt()
+        new, where = self.tokens(counts, WIDTH, side)
+        parts = np.array_split(np.arange(WIDTH), chunks)
+        for number, part in enumerate(parts):
+            piece, at = [x[:, :, part] for x in new], where[:, part]
+            out = self.call(piece, at, "prompt", last=last and number == chunks - 1)
+            for row, head in self.heads:
+                reference = self.references[row, head]
+                expected = reference.read(*self.of_head(piece, at, row, head))
+                close(out[row, self.of(head)], expected, "reference")
+        self.length += counts
+
+    def document(self, counts, side: str = "right", chunks: int = 1, pieces: int = 2):
+        """A prompt that is repeated, in pieces of different lengths."""
+        self.read(counts, side, chunks, last=False)
+        looked = []
+        for number in range(pieces):
+            taken = [min(count, PIECE - 5 * number) if count else 0 for count in counts]
+            looked.append(self.tokens(taken, PIECE))
+        outs = [
+            self.call(*piece, "repetition", last=number == pieces - 1)
+            for number, piece in enumerate(looked)
+        ]
+        for row, head in self.heads:
+            if counts[row]:
+                mine = [self.of_head(*piece, row, head) for piece in looked]
+                expected = self.references[row, head].end_document(mine)
+                for out, of_piece in zip(outs, expected, strict=True):
+                    close(out[row, self.of(head)], of_piece, "reference")
+        return self.check()
+
+    def question(self, counts, width: int, side: str = "right"):
+        """A prompt that is not repeated."""
+        new, where = self.tokens(counts, width, side)
+        out = self.call(new, where, "prompt")
+        for row, head in self.heads:
+            reference = self.references[row, head]
+            expected = reference.read(*self.of_head(new, where, row, head))
+            close(out[row, self.of(head)], expected, "reference")
+            if counts[row]:
+                reference.end_question()
+        self.length += counts
+        return self.check()
+
+    def decode(self, steps: int, alive=(True,) * ROWS):
+        for _ in range(steps):
+            new, where = self.tokens(np.array(alive, int), 1)
+            out = self.call(new, where, "decode")
+            for row, head in self.heads:
+                reference = self.references[row, head]
+                expected = reference.read(*self.of_head(new, where, row, head))
+                close(out[row, self.of(head)], expected, "reference")
+            self.length += alive
+        return self.check()
+
+    def kept(self, row: int, head: int) -> list[int]:
+        kv = jax.device_get(self.cache.kv)
+        return sorted(kv.position[row, head][kv.live[row, head]].tolist())
+
+    def check(self):
+        for row, head in self.heads:
+            assert self.kept(row, head) == self.references[row, head].kept, (row, head)
+        assert not np.asarray(self.cache.kv.dropped).any()
+        return self
+
+
+CASES = {
+    "default": {"room": 16},
+    "the paper's score": {"values": False, "room": 16},
+    "window": {"window": 6, "sinks": 0, "room": 10, "heads": (2, 3)},
+    "many sinks, one head": {"sinks": 9, "room": 12, "heads": (1, 4)},
+    "all query heads": {"room": 12, "heads": (3, 1)},
+    "share": {"budget": 0.3, "room": 16},
+    "share with window": {"budget": 0.5, "window": 4, "values": False, "room": 12},
+    "tiny share": {"budget": 0.01, "sinks": 2, "room": 12},
+    "sliding window": {"room": 12, "attention": {"window": 30}},
+    "soft cap": {"room": 12, "attention": {"scale": 0.9, "soft_cap": 2.5}},
+    "sinks of attention": {
+        "room": 12, "attention": {"sinks": np.array([0.5, 6.0, -2.0, 3.0], np.float32)}
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", some_slow(CASES, "default", "window", "share", "soft cap"))
+def test_documents_questions_and_answers(name):
+    both = Documents(**CASES[name]).document((37, 9, 52))
+    both.question((6, 3, 0), width=8).decode(4)
+    both.document((30, 0, 12), side="left", chunks=2, pieces=1)
+    both.decode(3, alive=(True, False, True))
+    both.question((8, 8, 8), width=8).question((0, 5, 8), width=8, side="left").decode(2)
+
+
+def test_the_budget_is_of_all_documents_and_the_room_of_all_questions():
+    both = Documents(budget=20, room=10).document((30, 12, 52))
+    first = both.kept(0, 0)
+    assert [len(both.kept(row, 1)) for row in range(3)] == [20, 12, 20]
+    both.question((8, 8, 8), width=8)
+    assert both.kept(0, 0) == [*first, *range(30, 38)]
+    both.question((8, 0, 0), width=8)
+    assert both.kept(0, 0) == [*first, *range(36, 46)]  # the oldest have gone
+    both.document((0, 40, 0))
+    assert [len(both.kept(row, 1)) for row in range(3)] == [30, 28, 28]
+    assert set(both.kept(1, 0)) >= {*range(20)}
+
+
+def test_answers_beyond_the_room_go_when_a_document_comes():
+    both = Documents(budget=12, room=4).document((20, 20, 20)).decode(9)
+    assert len(both.kept(0, 0)) == 12 + 9
+    both.document((20, 20, 0))
+    assert [len(both.kept(row, 0)) for row in range(3)] == [16, 16, 21]
+    assert set(both.kept(0, 0)) >= {25, 26, 27, 28}
+
+
+def test_a_share_grows_with_the_documents():
+    both = Documents(budget=0.25).document((40, 40, 52)).document((40, 20, 0))
+    assert [len(both.kept(row, 0)) for row in range(3)] == [20, 15, 13]
+
+
+@pytest.mark.parametrize("values", [False, True])
+def test_a_token_with_a_large_value_is_kept_for_it(values):
+    """All keys are the same, so that probabilities are: values alone decide, if they count."""
+    both = Documents(budget=6, sinks=0, values=values, room=8)
+    tokens = both.tokens
+
+    def alike(*args):
+        (q, k, v), where = tokens(*args)
+        k[:] = 0
+        large = np.isin(where, (7, 11, 13, 14, 18, 21))[:, None, :, None]
+        return [q, k, np.where(large, 3 * np.sign(v), np.sign(v))], where
+
+    both.tokens = alike
+    both.document((30, 30, 30), pieces=1)
+    assert both.kept(0, 0) == ([7, 11, 13, 14, 18, 21] if values else [*range(6)])
+
+
+def test_a_prompt_without_repetition_has_to_fit_into_the_room():
+    both = Documents(room=10)
+    with pytest.raises(ValueError, match=r"must see a prompt repeated, .* of up to 56 tokens"):
+        both.question((12, 3, 1), width=56)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"budget": 4}, r"budget must be at least 5 \(sinks \+ window \+ 1\), got 4"),
+        ({"budget": 12, "window": 8}, "at least 13"),
+        ({"budget": 1.5}, "must lie in"),
+        ({"budget": 20, "room": -1}, "room must be"),
+        ({"budget": 20, "sinks": -1}, "sinks must be"),
+    ],
+)
+def test_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        kvjax.KVzip(**arguments)
+    with pytest.raises(TypeError, match="values"):
+        kvjax.KVzip(20, values=1)
