@@ -6,6 +6,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.checks import check_count
@@ -15,6 +16,8 @@ from kvjax.messages import brief
 # Set here, not taken from `jax_default_prng_impl`: with "rbg", the draws under `vmap` depend on the
 # number of mapped keys, so that a row's draws would depend on the batch.
 GENERATOR = "threefry2x32"
+
+NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 def check_seed(seed: int) -> None:
@@ -26,9 +29,12 @@ def check_seed(seed: int) -> None:
 
 def layer_key(seed: int, layer: int) -> Array:
     """Returns the random key of a layer's draws."""
-    # Computed while tracing: else XLA would compile the generator once for each layer.
-    with jax.ensure_compile_time_eval():
-        return jax.random.fold_in(jax.random.key(seed, impl=GENERATOR), layer)
+    # Computed while tracing: else XLA would compile the generator once for each layer. Its words
+    # leave as a NumPy constant, which lies on no mesh, so that `shard_map` takes it.
+    with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(NO_MESH):
+        key = jax.random.fold_in(jax.random.key(seed, impl=GENERATOR), layer)
+        words = np.asarray(jax.random.key_data(key))
+    return jax.random.wrap_key_data(words, impl=GENERATOR)
 
 
 def uniform(

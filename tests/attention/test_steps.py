@@ -36,9 +36,10 @@ def test_a_step_holds_no_loop_and_no_condition(name):
     assert set(found) <= {"scan"}
 
 
-# One pass each that is the method's own: CaM adds to the values of many tokens, and keys that are
-# stored unrotated are rotated at the ranks that they have by now.
-PASSES = {"cam": 1, "reposition": 1}
+# CaM adds to the values of many tokens, and keys that are stored unrotated are rotated at the ranks
+# that they have by now: one pass each. A codebook's store is a code of 16 bits for each slot, which
+# `write_slots` writes by a pass: one over the keys' codes, one over the values'.
+PASSES = {"cam": 1, "reposition": 1, "spindlekv": 2, "spindlekv_unfold": 2, "h2o_codebook": 2}
 # Fusions as users get them; how LLVM compiles each of them makes no difference here.
 FUSED_AS_USERS = {**AS_USERS, "xla_backend_optimization_level": 0}
 MADE = re.compile(r" = (\w+)\[([\d,]+)\]")
