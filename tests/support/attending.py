@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
+from kvjax.compose.wrappers import by_head_groups
 from kvjax.storage.quantize.payload import Quantized
 from tests.references.attention import softmax_attention
 from tests.references.rope import rope as rotate
@@ -198,9 +199,9 @@ class Part(NamedTuple):
 def parts(transform, cache) -> list[Part]:
     """The head groups of a layer's cache; a cache without groups is one."""
     if isinstance(transform, kvjax.HeadGroups):
-        return [
-            Part(heads, tx, own) for (heads, tx), own in zip(transform.groups, cache, strict=True)
-        ]
+        heads = [tuple(np.asarray(numbers).tolist()) for numbers in transform.heads_in(cache)]
+        by_group = zip(heads, by_head_groups(transform), cache, strict=True)
+        return [Part(*group) for group in by_group]
     return [Part(tuple(range(cache.kv.shape[1])), transform, cache)]
 
 
