@@ -244,8 +244,9 @@ def layouts(
       tokens: tokens of which these are shares.
       at_most: number of rectangles of a layer at most.
       kinds: number of layouts at most.
-      saves: what each further rectangle of a layer must save, as a share of all slots that heads
-        need. Rectangles cost time in each step, and while a step is compiled.
+      saves: what each further rectangle of a layer, and each further layout, must save, as a share
+        of all slots that heads need. They cost time while a step is compiled, and rectangles in
+        each step.
 
     Returns:
       The layouts. Each layer is in one of them.
@@ -269,20 +270,21 @@ def layouts(
         return rectangles(largest, tokens, at_most=at_most, saves=saved)
 
     @functools.cache
-    def best(first: int, left: int) -> tuple[float, tuple[int, ...]]:
-        """Fewest slots of the layers from `first` on in so many layouts, and their ends."""
+    def best(first: int, left: int) -> tuple[float, int, tuple[int, ...]]:
+        """The layers from `first` on in so many layouts: slots in all, layouts, and their ends."""
         if first == count:
-            return 0, ()
+            return 0, 0, ()
         if not left:
-            return math.inf, ()
+            return math.inf, 0, ()
         ways = []
         for end in range(first + 1, count + 1):
             slots = sum(len(r.heads) * r.slots + saved for r in shared(first, end))
-            others, ends = best(end, left - 1)
-            ways.append(((end - first) * slots + others, (end, *ends)))
+            others, more, ends = best(end, left - 1)
+            total = (end - first) * slots + saved + others
+            ways.append((total, 1 + more, (end, *ends)))
         return min(ways)
 
-    ends = best(0, min(kinds, count))[1]
+    ends = best(0, min(kinds, count))[2]
     return tuple(
         Layout(tuple(sorted(by_need[first:end])), shared(first, end))
         for first, end in zip((0, *ends), ends, strict=False)

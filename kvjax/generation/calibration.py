@@ -21,9 +21,8 @@ from kvjax.devices import automatic
 from kvjax.generation.compiler import Compiler
 from kvjax.generation.head_profiles import OnMade, with_profiles
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.generation.new_caches import CacheSize, Observe
 from kvjax.generation.prompt_checks import check_prompts
-from kvjax.generation.prompt_pass import CacheSize
-from kvjax.generation.read_once import Observe
 from kvjax.generation.repetition import Repetition
 from kvjax.generation.turns import begin
 from kvjax.protocol import Full, KVTransform, Needs, check_transform

@@ -33,8 +33,8 @@ from kvjax.files import check_regular, user_cache, writing
 from kvjax.generation.compiler import Compiler
 from kvjax.generation.fingerprints import Fingerprint, checksum, differences
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.prompt_checks import check_prompts
-from kvjax.generation.prompt_pass import CacheSize
 from kvjax.generation.repetition import Repetition
 from kvjax.generation.turns import begin
 from kvjax.protocol import KVTransform, check_transform

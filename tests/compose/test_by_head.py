@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
+import kvjax.evaluation
 from kvjax import ByHead, ClusterKV, HeadProfile, KVzip, Quantize, SnapKV, chain
 from kvjax.budgets.heads import HeadShares
 from kvjax.budgets.profile import shares
@@ -209,7 +210,7 @@ def test_clusters_of_what_is_kept_answer_as_all_of_it_does():
 def test_every_may_stand_inside():
     """Generated tokens are compressed too, each head to its share of all tokens so far."""
     every = kvjax.Every(SnapKV(0.25, window=4), steps=4)
-    context = generate(RAGGED, ByHead(every, SMALL), max_new_tokens=12, end_tokens=()).context
+    context = generate(None, context=read(ByHead(every, SMALL)), end_tokens=()).context
     each = shares(SMALL.table, 0.25)
     for n, layer in enumerate(positions_of(context)):
         for h, rows in enumerate(layer):

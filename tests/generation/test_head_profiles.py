@@ -40,7 +40,7 @@ TABLES = [
     for n, (heads, scale) in enumerate(((HEADS * GROUP, 2.0), (HEADS, 1.5), (HEADS, 1.0)))
 ]
 LOOKED_UP = kvjax.FunctionalModel(
-    looked_up, tuple(map(jnp.asarray, TABLES)), LAYERS, HEADS, HEADS * GROUP, DIM, VOCAB
+    looked_up, tuple(map(jnp.asarray, TABLES)), LAYERS, HEADS * GROUP, HEADS, DIM, VOCAB
 )
 
 
