@@ -78,6 +78,25 @@ def test_layers_share_layouts():
         kvjax.init_cache(layout, batch=1, kv_heads=HEADS, head_dim=8, max_prompt=9, max_new=1)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_bytes_are_close_to_the_budget(seed):
+    """30 layers of 3 heads as different as SmolLM2's, at 4,096 tokens: mean slots, and bytes."""
+    rng = np.random.default_rng(seed)
+    size = np.exp(rng.normal(scale=2.5, size=(30, 1, 1)) + rng.normal(scale=2, size=(30, 3, 1)))
+    levels = np.append(np.geomspace(1e-5, 10, 64), np.inf)
+    profile = HeadProfile(1 - np.exp(-size * levels), "kvzip")
+    model = {"batch": 1, "kv_heads": 3, "query_heads": 9, "head_dim": 64, "max_prompt": 4096,
+             "max_new": 0}  # fmt: skip
+
+    def nbytes(tx):
+        layers = enumerate(kvjax.bind(tx, 30))
+        made = (functools.partial(kvjax.init_cache, one, layer=n, **model) for n, one in layers)
+        return sum(kvjax.nbytes(jax.eval_shape(make)) for make in made)
+
+    share = nbytes(ByHead(KVzip(0.05, room=0), profile)) / nbytes(kvjax.Full())
+    assert 0.05 <= share <= 0.065
+
+
 SHARES = HeadShares(((0.5, 0.25, 0.0), (0.1, 0.4, 1 / 3)), layers=(2, 5), minimum=3)
 
 
