@@ -9,22 +9,18 @@ from .attention.layer import LayerCache
 from .attention.rows import put_rows, take_rows
 from .cache.nbytes import nbytes
 from .compose.bind import bind
-from .compose.by_head import HeadProfile, by_head
+from .compose.by_head import ByHead, HeadProfile
 from .compose.chain import chain
 from .compose.in_slots import in_slots
 from .compose.ring import Ring
 from .compose.wrappers import Every, Everywhere, HeadGroups, PerLayer, WhenFull
-from .generation.calibration import (
-    calibrate_heads,
-    calibrate_infinigen,
-    calibrate_outlier_heads,
-    calibrated,
-)
+from .generation.calibration import calibrate_infinigen, calibrate_outlier_heads, calibrated
 from .generation.chat import chat_end_tokens
 from .generation.context import Context
 from .generation.context_files import load_context, save_context
 from .generation.decode_loop import Generation
 from .generation.generate import generate, read, stream
+from .generation.head_profiles import calibrate_heads, load_profile, save_profile
 from .generation.model import FunctionalModel, LanguageModel, LayeredModel, ModelParts
 from .generation.repetition import Repetition
 from .generation.sampling import Sampling
@@ -56,6 +52,7 @@ __version__: str
 
 __all__ = [
     "H2O",
+    "ByHead",
     "CaM",
     "Chelsea",
     "ClusterKV",
@@ -96,7 +93,6 @@ __all__ = [
     "WhenFull",
     "attend",
     "bind",
-    "by_head",
     "calibrate_heads",
     "calibrate_infinigen",
     "calibrate_outlier_heads",
@@ -111,12 +107,14 @@ __all__ = [
     "kept_tokens",
     "kit",
     "load_context",
+    "load_profile",
     "nbytes",
     "parse",
     "put_rows",
     "read",
     "register",
     "save_context",
+    "save_profile",
     "stream",
     "take_rows",
     "testing",

@@ -13,6 +13,7 @@ from typing import Any
 MOST_JSON_BYTES = 2**26
 """Size of the largest JSON file that is read."""
 
+_OFF = ("", "0", "off")  # values of KVJAX_CACHE that switch it off
 _HIDDEN = {"thumbs.db", "desktop.ini", "icon\r", "@eadir"}  # files of Windows, macOS, and a NAS
 
 
@@ -104,6 +105,21 @@ def check_folder(folder: Path) -> None:
         raise ValueError(f"cannot write to {folder}: {name} is not a directory")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ValueError(f"cannot write to {folder}: no permission for {existing}")
+
+
+def user_cache() -> Path | None:
+    """Returns the folder of what kvjax keeps between processes: compiled code and profiles.
+
+    It is `KVJAX_CACHE`, or `kvjax` in the user's cache folder; None if `KVJAX_CACHE` is off or the
+    user has no home.
+    """
+    folder = os.environ.get("KVJAX_CACHE")
+    if folder is not None:
+        return None if folder.lower() in _OFF else Path(folder).absolute()
+    caches = os.environ.get("XDG_CACHE_HOME")
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        return (Path(caches) if caches else Path.home() / ".cache") / "kvjax"
+    return None
 
 
 def write_whole(path: Path, text: str) -> None:

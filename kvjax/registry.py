@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from kvjax.compose.by_head import ByHead
 from kvjax.compose.chain import chain, parts_of
 from kvjax.compose.wrappers import Every, Everywhere, WhenFull
 from kvjax.messages import brief, did_you_mean
@@ -56,6 +57,7 @@ WRAPPERS: dict[str, type[KVTransform]] = {
     "cam": CaM,
     "kvcrush": KVCrush,
     "everywhere": Everywhere,
+    "by_head": ByHead,
 }
 STORAGE: dict[str, type[KVTransform]] = {
     "quantize": Quantize,
@@ -169,8 +171,13 @@ def expression(text: str) -> ast.expr | None:
             return None
 
 
-def unparse(transform: KVTransform) -> str:
+def unparse(transform: KVTransform, *, budget: bool = True) -> str:
     """Writes the text from which `parse` makes this transform, without parameters at defaults.
+
+    Args:
+      transform: a method or composition.
+      budget: whether each `budget` is written; without them, the text is one for `parse` with a
+        budget.
 
     Raises:
       ValueError: a part has no name, or a parameter is no Python literal.
@@ -182,7 +189,7 @@ def unparse(transform: KVTransform) -> str:
     """
     parts = parts_of(transform)
     if len(parts) > 1:
-        return f"chain({', '.join(map(unparse, parts))})"
+        return f"chain({', '.join(unparse(part, budget=budget) for part in parts)})"
     names = {method: name for name, method in (METHODS | WRAPPERS | STORAGE).items()}
     name = names.get(type(transform))
     if name is None:
@@ -193,7 +200,9 @@ def unparse(transform: KVTransform) -> str:
     for field in dataclasses.fields(transform):
         value = getattr(transform, field.name)
         if field.name == "base":
-            arguments.insert(0, unparse(value))
+            arguments.insert(0, unparse(value, budget=budget))
+        elif field.name == "budget" and not budget:
+            continue
         # A budget of 1 is one token, and a budget of 1.0 all of them: types count as well.
         elif field.init and (value != field.default or type(value) is not type(field.default)):
             arguments.append(f"{field.name}={_literal(name, field.name, value)}")

@@ -23,9 +23,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from kvjax.attention.layer import LayerCache, QueryWindow, Reading
 from kvjax.budgets.budgets import Share
+from kvjax.budgets.heads import HeadShares
 from kvjax.budgets.layers import LayerBudget
 from kvjax.cache.payload import Dense
 from kvjax.cache.slots import Column, KVCache
+from kvjax.compose.by_head import HeadProfile
 from kvjax.compose.chain import Chain
 from kvjax.compose.ring import Ring
 from kvjax.compose.wrappers import HeadGroups, Repeated
@@ -71,7 +73,8 @@ NODES = {
 VALUES = {
     value.__name__: value
     for value in (
-        Book, Chain, CosineBudget, Form, HeadGroups, InfiniGenCalibration, LayerBudget,
+        Book, Chain, CosineBudget, Form, HeadGroups, HeadProfile, HeadShares,
+        InfiniGenCalibration, LayerBudget,
         LayerEviction, OutlierHeads, Placement, PyramidBudget, PyramidInferLayer,
         PyramidInferPrompt, RemainingBudget, Ring, Share, SpindleBudget, TokensEntering,
     )

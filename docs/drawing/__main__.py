@@ -20,7 +20,7 @@ from kvjax.plot import LOOK
 
 from .fields import clusters, fetched, kept, received, selected, windows
 from .material import BUDGET, Material
-from .numbers import books, errors, idea, masses, moved, spindle
+from .numbers import books, errors, idea, masses, moved, shares_of_heads, spindle
 
 PICTURES: dict[str, Callable[[Material], Figure]] = {
     "idea": idea,
@@ -48,6 +48,7 @@ PICTURES: dict[str, Callable[[Material], Figure]] = {
     "spindlekv": spindle,
     "quantize": errors,
     "everywhere": windows,
+    "by_head": shares_of_heads,
 }
 
 

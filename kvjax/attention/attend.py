@@ -222,8 +222,7 @@ def _attend_layer(
         return _attend_rectangle(cache, tokens, call)
     group = tokens.q.shape[1] // tokens.k.shape[1]
     outs, caches, order = [], [], []
-    for (numbers, _), part in zip(transform.groups, cache, strict=True):
-        heads = numbers if part.heads is None else part.heads
+    for heads, part in zip(transform.heads_in(cache), cache, strict=True):
         new = tokens.of_heads(heads, group), call.of_heads(heads, group)
         out, part = _attend_rectangle(part, *new)
         outs.append(out)

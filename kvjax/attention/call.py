@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,10 +12,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.payload import take_slots
 from kvjax.cache.slots import KVCache, ranks
+from kvjax.compose.wrappers import Heads
 from kvjax.protocol import AttentionOptions, Needs, Phase
 from kvjax.rope import Rope
-
-Heads = Sequence[int] | Int[Array, " H"]  # numbers of KV heads
 
 
 class Tokens(NamedTuple):

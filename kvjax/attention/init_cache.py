@@ -149,12 +149,13 @@ def init_cache(
             init_cache(tx, kv_heads=len(heads), query_heads=len(heads) * group, **same)
             for heads, tx in transform.groups
         )
-        heads = transform.heads_of(layer)
         if transform.order is None:
             return tuple(dataclasses.replace(cache, placement=whole) for cache in made)
         return tuple(
-            dataclasses.replace(cache, placement=whole, heads=jnp.array(numbers, jnp.int32))
-            for cache, numbers in zip(made, heads, strict=True)
+            dataclasses.replace(
+                cache, placement=whole, heads=jnp.array(of_layers[layer], jnp.int32)
+            )
+            for cache, of_layers in zip(made, transform.heads, strict=True)
         )
     extent, needs = transform.extent(Extent(max_prompt, max_new)), transform.needs
     if needs.reposition and needs.decode_queries:

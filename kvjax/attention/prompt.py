@@ -216,11 +216,8 @@ def read_for(transform: KVTransform, cache: Cache, reading: Reading) -> Reading 
     """
     if not isinstance(transform, HeadGroups):
         return _read_for(cache, reading, range(reading.kv.shape[1]))
-    groups = zip(transform.groups, cache, strict=True)
-    return tuple(
-        _read_for(part, reading, numbers if part.heads is None else part.heads)
-        for (numbers, _), part in groups
-    )
+    groups = zip(cache, transform.heads_in(cache), strict=True)
+    return tuple(_read_for(part, reading, heads) for part, heads in groups)
 
 
 def _read_for(cache: LayerCache, reading: Reading, heads: Heads) -> Reading:

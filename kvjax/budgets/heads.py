@@ -50,7 +50,8 @@ class HeadShares:
     ) -> Int[Array, "B H"]:
         """Returns the slots of each row and head, of rows with `max_length` tokens at most."""
         length = jnp.minimum(length, max_length)[:, None]
-        slots = jnp.maximum(jnp.floor(shares * length + 1e-3), self.minimum).astype(jnp.int32)
+        exact = shares[None] * length.astype(jnp.float32)
+        slots = jnp.maximum(jnp.floor(exact + 1e-3), self.minimum).astype(jnp.int32)
         # float32 may round a product up to the next number, which has no slot.
         most = jnp.asarray(self(np.arange(max_length + 1)), jnp.int32)
         return jnp.minimum(slots, most[length])

@@ -142,7 +142,12 @@ def shares(table: Profile, budget: float) -> Float[np.ndarray, "N H"]:
 
 
 def rectangles(
-    shares_of_layer: Float[np.ndarray, " H"], tokens: int, *, at_most: int = 3, minimum: int = 1
+    shares_of_layer: Float[np.ndarray, " H"],
+    tokens: int,
+    *,
+    at_most: int = 3,
+    minimum: int = 1,
+    saves: float = 0,
 ) -> tuple[Rectangle, ...]:
     """Groups the heads of a layer so that they take the fewest slots in so few rectangles.
 
@@ -156,13 +161,14 @@ def rectangles(
       tokens: tokens of which these are shares.
       at_most: number of rectangles at most.
       minimum: slots of a head at least.
+      saves: slots that each further rectangle must save.
 
     Returns:
       The rectangles, the largest slots first. Each head is in one of them.
 
     Raises:
       ValueError: no heads, or shares outside [0, 1]; fewer than one rectangle; a negative number of
-        tokens, or a minimum below 1.
+        tokens or slots to save, or a minimum below 1.
 
     Example:
       >>> import numpy as np
@@ -177,10 +183,10 @@ def rectangles(
         raise ValueError(
             f"shares must be numbers in [0, 1], one for each head, got {each.tolist()}"
         )
-    if at_most < 1 or tokens < 0 or minimum < 1:
+    if at_most < 1 or tokens < 0 or minimum < 1 or not saves >= 0:
         raise ValueError(
-            "rectangles takes at_most >= 1, tokens >= 0 and minimum >= 1, got "
-            f"{at_most}, {tokens} and {minimum}"
+            "rectangles takes at_most >= 1, tokens >= 0, minimum >= 1 and saves >= 0, got "
+            f"{at_most}, {tokens}, {minimum} and {saves}"
         )
     needed = np.maximum(np.floor(each * tokens + ROUNDING).astype(int), minimum).tolist()
     order = sorted(range(each.size), key=lambda head: (-needed[head], head))
@@ -195,7 +201,7 @@ def rectangles(
         ways = []
         for end in range(first + 1, len(order) + 1):
             total, others, ends = best(end, groups - 1)
-            total += (end - first) * needed[order[first]]
+            total += (end - first) * needed[order[first]] + saves
             ways.append((total, 1 + others, (end, *ends)))
         return min(ways)
 
@@ -219,19 +225,28 @@ class Layout(NamedTuple):
 
 
 def layouts(
-    shares_of_layers: Float[np.ndarray, "N H"], tokens: int, *, at_most: int = 3, kinds: int = 4
+    shares_of_layers: Float[np.ndarray, "N H"],
+    tokens: int,
+    *,
+    at_most: int = 3,
+    kinds: int = 8,
+    saves: float = 0.005,
 ) -> tuple[Layout, ...]:
     """Groups layers that need similar numbers of slots, so that few layouts serve all of them.
 
     Each layout is compiled once. Its head of rank r has room for the head of rank r of each of its
     layers. Layers are ordered by what they need in all, and cut into at most `kinds` runs, so that
-    all layers together take the fewest slots.
+    all layers together take the fewest slots. In SmolLM2, whose 30 layers have 3 heads each, eight
+    layouts take 1.15 times what the heads need at a budget of 0.05, and four 1.54 times.
 
     Args:
       shares_of_layers: share of its tokens that each head keeps, in [0, 1].
       tokens: tokens of which these are shares.
       at_most: number of rectangles of a layer at most.
       kinds: number of layouts at most.
+      saves: what each further rectangle of a layer, and each further layout, must save, as a share
+        of all slots that heads need. They cost time while a step is compiled, and rectangles in
+        each step.
 
     Returns:
       The layouts. Each layer is in one of them.
@@ -246,28 +261,30 @@ def layouts(
     """
     ranked = -np.sort(-np.asarray(shares_of_layers, np.float64), axis=1)
     by_need = np.argsort(ranked.sum(1), kind="stable").tolist()
-    count = len(by_need)
+    count, saved = len(by_need), saves * tokens * ranked.sum()
 
     @functools.cache
     def shared(first: int, end: int) -> tuple[Rectangle, ...]:
         """Rectangles for the layers `first` to `end - 1` in the order of their needs."""
-        return rectangles(ranked[by_need[first:end]].max(0), tokens, at_most=at_most)
+        largest = ranked[by_need[first:end]].max(0)
+        return rectangles(largest, tokens, at_most=at_most, saves=saved)
 
     @functools.cache
-    def best(first: int, left: int) -> tuple[float, tuple[int, ...]]:
-        """Fewest slots of the layers from `first` on in so many layouts, and their ends."""
+    def best(first: int, left: int) -> tuple[float, int, tuple[int, ...]]:
+        """The layers from `first` on in so many layouts: slots in all, layouts, and their ends."""
         if first == count:
-            return 0, ()
+            return 0, 0, ()
         if not left:
-            return math.inf, ()
+            return math.inf, 0, ()
         ways = []
         for end in range(first + 1, count + 1):
-            slots = sum(len(r.heads) * r.slots for r in shared(first, end))
-            others, ends = best(end, left - 1)
-            ways.append(((end - first) * slots + others, (end, *ends)))
+            slots = sum(len(r.heads) * r.slots + saved for r in shared(first, end))
+            others, more, ends = best(end, left - 1)
+            total = (end - first) * slots + saved + others
+            ways.append((total, 1 + more, (end, *ends)))
         return min(ways)
 
-    ends = best(0, min(kinds, count))[1]
+    ends = best(0, min(kinds, count))[2]
     return tuple(
         Layout(tuple(sorted(by_need[first:end])), shared(first, end))
         for first, end in zip((0, *ends), ends, strict=False)

@@ -23,6 +23,7 @@ COMMANDS = {
     "bench": "measure what methods cost: times and bytes, beside the machine's own",
     "show": "show what kvjax compare or kvjax eval found",
     "diagnose": "find the smallest cache that holds for a text of yours",
+    "profile": "measure which share of a cache each head of a model needs",
     "plan": "what devices will hold, and how many requests fit",
     "methods": "list the methods of compression",
 }

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 import kvjax
-from kvjax.cli.opened import BUNDLED, OpenedModel, calibrated
+from kvjax.cli.opened import BUNDLED, OpenedModel
 from kvjax.cli.tables import Row, name_column, number_column, print_table
 from kvjax.cli.terminal import Display, figures, host_bytes, print_dropped, seconds, share
 from kvjax.evaluation import is_right
@@ -42,10 +42,11 @@ def answer(args: argparse.Namespace, candidate: Candidate) -> None:
             check_prompts(opened.config, [prompt], opened.bind(candidate.transform), max_new)
         choice, model, records = opened.sampling(args), opened.load(args), {}
         for name, candidate in candidates.items():
-            transform = calibrated(candidate.transform, model, prompt)
+            transform = opened.calibrated(candidate.transform, model, prompt)
             result = kvjax.generate(
                 model, [prompt], transform=transform, max_new_tokens=max_new, sampling=choice,
-                seed=args.seed, on_compile=lambda code, name=name: display.compiling(code, name),
+                seed=args.seed, repetition=opened.repetition,
+                on_compile=lambda code, name=name: display.compiling(code, name),
                 on_layer=display.reading(model.num_layers, len(prompt)),
             )  # fmt: skip
             text = new_text(opened.decode, prompt, result.tokens[0])

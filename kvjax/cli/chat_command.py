@@ -11,7 +11,7 @@ from kvjax.cli import options
 from kvjax.cli.answers import Row, is_cut, write
 from kvjax.cli.inputs import check_text, standard_input
 from kvjax.cli.lines import interrupt_noticed, lines
-from kvjax.cli.opened import OpenedModel, calibrated, check_counts, check_sampling
+from kvjax.cli.opened import OpenedModel, check_counts, check_sampling
 from kvjax.cli.terminal import Display, print_line
 
 HELP = "/bytes says what the cache holds, /reset begins anew, /quit ends."
@@ -123,7 +123,8 @@ class Conversation:
             if begins:
                 context = kvjax.read(
                     self._model, [prompt], max_prompt=self._room[0], max_new=self._room[1],
-                    transform=calibrated(self._transform, self._model, prompt), **callbacks,
+                    transform=self._opened.calibrated(self._transform, self._model, prompt),
+                    repetition=self._opened.repetition, **callbacks,
                 )  # fmt: skip
             row = Row(self._opened.decode, prompt, (), display.text)
             max_new = min(args.max_new, writable)

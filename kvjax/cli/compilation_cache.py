@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import platform
 from pathlib import Path
 
 import jax
 import jaxlib
 
-_OFF = ("", "0", "off")  # values of KVJAX_CACHE that switch it off
+from kvjax.files import user_cache
+
 _MOST_BYTES = 2**30
 
 
@@ -20,7 +20,7 @@ def enable() -> None:
 
     The folder never causes an error: code that cannot be read or written is compiled.
     """
-    root = home()
+    root = user_cache()
     already_set = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     if root is None or already_set is not None:
         return
@@ -37,20 +37,6 @@ def enable() -> None:
         ("jax_raise_persistent_cache_errors", False),
     ):
         jax.config.update(name, value)
-
-
-def home() -> Path | None:
-    """Returns the folder of all compiled code: `KVJAX_CACHE`, or `kvjax` in the user's cache.
-
-    None if `KVJAX_CACHE` is off or the user has no home.
-    """
-    chosen = os.environ.get("KVJAX_CACHE")
-    if chosen is not None:
-        return None if chosen.lower() in _OFF else Path(chosen).absolute()
-    caches = os.environ.get("XDG_CACHE_HOME")
-    with contextlib.suppress(RuntimeError):  # a user without a home
-        return (Path(caches) if caches else Path.home() / ".cache") / "kvjax"
-    return None
 
 
 def _folder_name() -> str:

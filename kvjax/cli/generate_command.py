@@ -11,7 +11,7 @@ import kvjax
 from kvjax.cli import bundled_question, options
 from kvjax.cli.answers import InOrder, Row, is_cut, write
 from kvjax.cli.inputs import check_text, read_prompts, read_text
-from kvjax.cli.opened import OpenedModel, calibrated, check_counts, check_sampling
+from kvjax.cli.opened import OpenedModel, check_counts, check_sampling
 from kvjax.cli.terminal import Display, figures, print_dropped, print_figures
 from kvjax.generation.prompt_checks import check_prompts
 
@@ -81,9 +81,9 @@ def run(args: argparse.Namespace) -> None:
             on_step=display.writing if args.json else on_step(display, rows, texts, several),
             on_compile=display.compiling,
             on_layer=display.reading(model.num_layers, sum(map(len, prompts))),
-            transform=calibrated(candidate.transform, model, prompts[0]),
+            transform=opened.calibrated(candidate.transform, model, prompts[0]),
             max_new_tokens=max_new, end_tokens=opened.end_tokens(dialogue), sampling=choice,
-            seed=args.seed,
+            seed=args.seed, repetition=opened.repetition,
         )  # fmt: skip
     record = {"model": opened.name, **candidate.named(), **figures(result)}
     print_rows(args.json, record, texts, rows, result, max_new, several=several)

@@ -14,9 +14,11 @@ from kvjax.cli import compilation_cache
 from kvjax.cli.inputs import model_path
 from kvjax.cli.templates import Dialogue
 from kvjax.cli.terminal import Display, print_line
+from kvjax.files import user_cache
 from kvjax.generation.calibration import CALIBRATION_TOKENS
 from kvjax.generation.chat import begins_twice
 from kvjax.generation.continuation import decoder
+from kvjax.generation.head_profiles import SAMPLE_TEXTS, sample_of, with_profiles
 from kvjax.generation.sampling import unsupported_settings
 from kvjax.messages import brief, printable
 
@@ -97,6 +99,31 @@ class OpenedModel:
             )  # fmt: skip
         return kvjax.Sampling(**options)
 
+    @property
+    def repetition(self) -> kvjax.Repetition:
+        """How prompts are repeated, for methods that look at that."""
+        return kvjax.Repetition.of(self.tokenizer)
+
+    def profile_sample(self) -> list[list[int]]:
+        """Returns the texts from which profiles of heads are made."""
+        from kvjax.models import demo
+
+        text = self.tokenizer(demo.held_out_text(), add_special_tokens=False).input_ids
+        return sample_of(text, self.config.max_positions)
+
+    def calibrated(
+        self, transform: kvjax.KVTransform, model: Any, prompt: Sequence[int]
+    ) -> kvjax.KVTransform:
+        """Returns a transform with what it needs of the model.
+
+        Calibrations are made on the first tokens of the prompt. A profile of heads is found in the
+        user's cache, or made from the bundled model's text, and a line on standard error says so.
+        """
+        transform = with_profiles(
+            transform, model, self.profile_sample, self.repetition, _print_profile
+        )
+        return kvjax.calibrated(transform, model, [prompt[:CALIBRATION_TOKENS]])
+
     def load(self, args: argparse.Namespace) -> Any:
         """Loads the model with its weights; compiled code is kept for the next process."""
         from kvjax.models import from_pretrained
@@ -105,17 +132,22 @@ class OpenedModel:
         return from_pretrained(self.path, allow_nonfinite=args.allow_nonfinite)
 
 
+def _print_profile(profile: kvjax.HeadProfile, seconds: float) -> None:
+    """Says on standard error that a profile has been made."""
+    place = user_cache()
+    kept = "" if place is None else f"; it is kept in {place / 'profiles'}"
+    print_line(
+        f"made a profile of the model's heads by the scores of {profile.method}, from "
+        f"{SAMPLE_TEXTS} pieces of the bundled model's text, in {seconds:.0f} s{kept}", "dim"
+    )  # fmt: skip
+
+
 def model_name(name: str | None) -> str:
     """Returns the name of a model in results: a hub id, or the name of a folder or file."""
     if name is None:
         return BUNDLED
     path = Path(name).absolute()
     return path.name if path.exists() else name
-
-
-def calibrated(transform: kvjax.KVTransform, model: Any, prompt: Sequence[int]) -> Any:
-    """Returns a transform that is calibrated on the first tokens of the prompt, if it needs to."""
-    return kvjax.calibrated(transform, model, [prompt[:CALIBRATION_TOKENS]])
 
 
 def check_sampling(args: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ from rich.filesize import decimal
 import kvjax
 from kvjax.cli import options
 from kvjax.cli.inputs import check_text, read_text
-from kvjax.cli.opened import OpenedModel, calibrated, check_counts
+from kvjax.cli.opened import OpenedModel, check_counts
 from kvjax.cli.terminal import Display, print_dropped, share
 from kvjax.generation.context_files import check_free
 from kvjax.generation.prompt_checks import check_prompts
@@ -54,9 +54,9 @@ def run(args: argparse.Namespace) -> None:
         check_prompts(opened.config, [document], layers, room)
         model = opened.load(args)
         context = kvjax.read(
-            model, [document], transform=calibrated(candidate.transform, model, document),
+            model, [document], transform=opened.calibrated(candidate.transform, model, document),
             max_prompt=len(document) + args.max_questions, max_new=args.max_new,
-            on_compile=display.compiling,
+            repetition=opened.repetition, on_compile=display.compiling,
             on_layer=display.reading(model.num_layers, len(document)),
         )  # fmt: skip
         display.show(0, None, f"writing {out}")

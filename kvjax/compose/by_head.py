@@ -6,16 +6,19 @@ import dataclasses
 import functools
 import hashlib
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import numpy as np
 from jaxtyping import Float
 
 from kvjax.budgets.heads import HeadShares
 from kvjax.budgets.profile import layouts, shares
-from kvjax.compose.walks import map_methods, walk
-from kvjax.compose.wrappers import HeadGroups, PerLayer
+from kvjax.cache.slots import KVCache
+from kvjax.compose.foreseen import foreseen
+from kvjax.compose.walks import MethodHeads, map_methods, walk
+from kvjax.compose.wrappers import HeadGroups, LayerChoice
 from kvjax.messages import brief
-from kvjax.protocol import KVTransform, Stage, check_transform
+from kvjax.protocol import Extent, KVTransform, Needs, Stage, check_transform
 
 _TOKENS = 10_000  # of which rectangles are made: shares are rounded to such parts
 
@@ -28,8 +31,8 @@ class HeadProfile:
 
     Args:
       table: share of its tokens that each head keeps, for growing budgets, `[layers, KV heads,
-        steps]`; see `kvjax.budgets.profile`.
-      method: text form of the method whose scores it comes from.
+        steps]`; see `kvjax.budgets.profile`. It is kept in float32.
+      method: text form of the method whose scores it comes from, without its budget.
 
     Raises:
       ValueError: a table that is no profile.
@@ -40,7 +43,7 @@ class HeadProfile:
     _digest: bytes = field(init=False, repr=False)
 
     def __post_init__(self):
-        table = np.array(self.table, np.float64)
+        table = np.array(self.table, np.float32)
         shares(table, 1.0)  # raises where it is no profile
         table.setflags(write=False)
         digest = hashlib.sha256(repr((table.shape, self.method)).encode() + table.tobytes())
@@ -59,16 +62,18 @@ class HeadProfile:
         return f"HeadProfile({self.method!r}, {numbers})"
 
 
-def by_head(base: KVTransform, profile: HeadProfile) -> PerLayer:
+@dataclass(frozen=True)
+class ByHead(LayerChoice):
     """Shares the budget of a method among all heads of all layers, by a profile of the model.
 
     A head keeps the share of its tokens that the profile gives it at this budget; the mean of all
     heads is the budget. Each layer stores its heads in up to three rectangles of slots, so that
-    heads that need little really take little memory. Layers share four layouts at most.
+    heads that need little really take little memory. Layers share a few layouts of rectangles.
 
     Args:
       base: a method with a budget that is a share, or a chain with one such method.
-      profile: of the model that the transform is for.
+      profile: of the model that the transform is for, from `kvjax.calibrate_heads` or
+        `kvjax.load_profile`; or the path of its file. None, or a path: `kvjax.calibrated` finds it.
 
     Raises:
       TypeError: no transform, or no profile.
@@ -77,43 +82,80 @@ def by_head(base: KVTransform, profile: HeadProfile) -> PerLayer:
     Example:
       >>> import kvjax, numpy as np
       >>> table = np.array([[[0.8, 1.0], [0.0, 1.0]], [[0.2, 1.0], [0.4, 1.0]]])
-      >>> tx = kvjax.by_head(kvjax.KVzip(0.35), kvjax.HeadProfile(table, "kvzip"))
+      >>> tx = kvjax.ByHead(kvjax.KVzip(0.35), kvjax.HeadProfile(table, "kvzip"))
       >>> caches = [
-      ...     kvjax.init_cache(layer, batch=1, kv_heads=2, head_dim=4, max_prompt=100, max_new=0,
+      ...     kvjax.init_cache(layer, batch=1, kv_heads=2, head_dim=4, max_prompt=1000, max_new=0,
       ...                      layer=i) for i, layer in enumerate(kvjax.bind(tx, 2))]
-      >>> [[(part.heads.tolist(), part.kv.slots) for part in cache] for cache in caches]
-      [[([0], 100), ([1], 100)], [([1], 100), ([0], 100)]]
+      >>> [[(part.heads.tolist(), part.kv.slots - 256) for part in cache] for cache in caches]
+      [[([0], 800), ([1], 5)], [([1], 400), ([0], 200)]]
     """
-    check_transform(base, "by_head")
-    if not isinstance(profile, HeadProfile):
-        raise TypeError(f"by_head needs a HeadProfile of the model, got {brief(profile)}")
-    shared = [part for part in walk(base) if _has_share(part)]
-    if len(shared) != 1:
-        raise ValueError(
-            f"by_head takes one method whose budget is a share of the tokens, got {brief(base)}"
-        )
-    return PerLayer(_HeadChoice(base, profile, shared[0].budget))
-
-
-@dataclass(frozen=True)
-class _HeadChoice:
-    """Function of a `PerLayer` that gives each layer its head groups."""
 
     base: KVTransform
-    profile: HeadProfile
-    budget: float
+    profile: HeadProfile | str | None = None
 
-    def __call__(self, layer: int, num_layers: int) -> KVTransform:
+    stage = property(lambda self: self.base.stage)
+
+    def __post_init__(self):
+        check_transform(self.base, "ByHead")
+        if not isinstance(self.profile, HeadProfile | str | None):
+            raise TypeError(
+                f"profile must be a kvjax.HeadProfile or the path of one, got {brief(self.profile)}"
+            )
+        _ = self.method  # raises where there is none
+        whole = map_methods(_WithShares(((1.0,),), (0,)), self.base)
+        try:
+            foreseen(whole, "prompt")
+        except TypeError as error:
+            raise ValueError(
+                "ByHead takes a method that compresses prompts and takes a budget for each head, "
+                f"such as KVzip and SnapKV, got {brief(self.base)}"
+            ) from error
+
+    @property
+    def method(self) -> KVTransform:
+        """The method whose budget is shared."""
+        shared = [part for part in walk(self.base) if _has_share(part)]
+        if len(shared) != 1:
+            raise ValueError(
+                "ByHead takes one method whose budget is a share of the tokens, such as 0.05, got "
+                f"{brief(self.base)}"
+            )
+        return shared[0]
+
+    @property
+    def needs(self) -> Needs:
+        """Needs of the base."""
+        return self.base.needs
+
+    def extent(self, extent: Extent) -> Extent:
+        """Bounds slots as the base does, on average over the heads."""
+        return self.base.extent(extent)
+
+    def chosen(self, layer: int, num_layers: int) -> KVTransform:
+        """Returns a layer's head groups, or itself without a profile.
+
+        Raises:
+          ValueError: the profile is of another number of layers.
+        """
+        if not isinstance(self.profile, HeadProfile):
+            return self
         layers = len(self.profile.table)
         if num_layers != layers:
             raise ValueError(f"the profile is of {layers} layers, got a model of {num_layers}")
-        return _by_layer(self.base, self.profile, self.budget)[layer]
+        return _by_layer(self)[layer]
+
+    def init(self, cache: KVCache, layer: int) -> NoReturn:
+        """Raises ValueError: there is no profile."""
+        raise ValueError(
+            f"{brief(self)} needs a profile of the model: kvjax.calibrated gives it one, or "
+            "kvjax.calibrate_heads makes it"
+        )
 
 
 @functools.lru_cache(maxsize=8)
-def _by_layer(base: KVTransform, profile: HeadProfile, budget: float) -> tuple[KVTransform, ...]:
-    """Returns the transform of every layer."""
-    each = shares(profile.table, budget)
+def _by_layer(transform: ByHead) -> tuple[KVTransform, ...]:
+    """Returns the head groups of every layer."""
+    each = shares(transform.profile.table, transform.method.budget)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
     ranks = np.argsort(-each, axis=1, kind="stable")
     order = tuple(tuple(map(int, heads)) for heads in ranks)
     transforms: dict[int, KVTransform] = {}
@@ -124,7 +166,8 @@ def _by_layer(base: KVTransform, profile: HeadProfile, budget: float) -> tuple[K
                 tuple(float(each[layer, ranks[layer, rank]]) for rank in heads)
                 for layer in layout.layers
             )
-            groups.append((heads, map_methods(_WithShares(of_layers, layout.layers), base)))
+            with_shares = _WithShares(of_layers, layout.layers)
+            groups.append((heads, map_methods(with_shares, transform.base)))
         transforms |= dict.fromkeys(layout.layers, HeadGroups(tuple(groups), order))
     return tuple(transforms[layer] for layer in range(len(each)))
 
@@ -136,10 +179,10 @@ class _WithShares:
     shares: tuple[tuple[float, ...], ...]
     layers: tuple[int, ...]
 
-    def __call__(self, method: KVTransform, heads: tuple[int, ...] | None) -> KVTransform:
+    def __call__(self, method: KVTransform, heads: MethodHeads) -> KVTransform:
         if not _has_share(method):
             return method
-        budget = HeadShares(self.shares, self.layers, method.minimum)
+        budget = HeadShares(self.shares, self.layers, method.minimum)  # pyright: ignore[reportAttributeAccessIssue]
         return dataclasses.replace(method, budget=budget)
 
 

@@ -7,8 +7,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvjax.compose.chain import Chain, chain, joined_parts
-from kvjax.compose.wrappers import Everywhere, HeadGroups, PerLayer, by_head_groups
+from kvjax.compose.wrappers import (
+    Everywhere,
+    HeadGroups,
+    LayerChoice,
+    PerLayer,
+    by_head_groups,
+)
 from kvjax.protocol import Full, KVTransform
+
+MethodHeads = tuple[int, ...] | tuple[tuple[int, ...], ...] | None
 
 
 def walk(transform: KVTransform) -> Iterator[KVTransform]:
@@ -50,8 +58,9 @@ def chosen(transform: KVTransform, layer: int, num_layers: int) -> KVTransform:
       >>> type(chosen(kvjax.chain(first, kvjax.Quest(64)), 2, 4)).__name__
       'Chain'
     """
-    if isinstance(transform, PerLayer):
-        return chosen(transform.chosen(layer, num_layers), layer, num_layers)
+    if isinstance(transform, LayerChoice):
+        choice = transform.chosen(layer, num_layers)
+        return choice if choice is transform else chosen(choice, layer, num_layers)
     inner = [chosen(part, layer, num_layers) for part in inner_transforms(transform)]
     if isinstance(transform, Chain):
         return joined_parts(inner)
@@ -68,17 +77,23 @@ def chosen(transform: KVTransform, layer: int, num_layers: int) -> KVTransform:
 
 
 def map_methods(
-    function: Callable[[KVTransform, tuple[int, ...] | None], KVTransform],
+    function: Callable[[KVTransform, MethodHeads], KVTransform],
     transform: KVTransform,
+    *,
+    by_head: bool = True,
 ) -> KVTransform:
     """Replaces each method in a composition by `function(method, heads)`.
 
-    Methods are what contains no other transform. What `PerLayer` chooses is replaced when it
-    chooses, so that `function` must be hashable and pure, as `choose` is.
+    Methods are what contains no other transform, and `ByHead` around its own ones. What `PerLayer`
+    chooses is replaced when it chooses, so that `function` must be hashable and pure, as `choose`
+    is.
 
     Args:
-      function: is given a method, and the KV heads that `HeadGroups` gives it; None: all.
+      function: is given a method, and the KV heads that `HeadGroups` gives it: the same in all
+        layers, or those of each layer if it has an order; None: all.
       transform: any.
+      by_head: whether `ByHead` is replaced by the head groups that it makes for each layer. Else it
+        stays, and methods in it are given None.
 
     Example:
       >>> import kvjax
@@ -87,9 +102,10 @@ def map_methods(
       >>> map_methods(lambda method, heads: kvjax.H2O(8), tx)
       Everywhere(base=H2O(budget=8, group_reduce='mean'))
     """
-    if any(isinstance(part, PerLayer) for part in walk(transform)):
+    choices = [part for part in walk(transform) if isinstance(part, LayerChoice)]
+    if any(by_head or isinstance(part, PerLayer) for part in choices):
         return PerLayer(_Mapped(transform, function))
-    return _mapped(function, chosen(transform, 0, 1), None)
+    return _mapped(function, transform if choices else chosen(transform, 0, 1), None)
 
 
 @dataclass(frozen=True)
@@ -97,23 +113,27 @@ class _Mapped:
     """Function of a `PerLayer` whose choices have every method replaced."""
 
     transform: KVTransform
-    function: Callable[[KVTransform, tuple[int, ...] | None], KVTransform]
+    function: Callable[[KVTransform, MethodHeads], KVTransform]
 
     def __call__(self, layer: int, num_layers: int) -> KVTransform:
         return _mapped(self.function, chosen(self.transform, layer, num_layers), None)
 
 
 def _mapped(
-    function: Callable[[KVTransform, tuple[int, ...] | None], KVTransform],
+    function: Callable[[KVTransform, MethodHeads], KVTransform],
     transform: KVTransform,
-    heads: tuple[int, ...] | None,
+    heads: MethodHeads,
 ) -> KVTransform:
     """Does `map_methods` for a composition without `PerLayer`, whose head groups are outside."""
     if isinstance(transform, HeadGroups):
         return transform.with_transforms(
-            _mapped(function, tx, group) for group, tx in transform.groups
+            _mapped(function, tx, group)
+            for group, tx in zip(transform.heads, by_head_groups(transform), strict=True)
         )
     inner = [_mapped(function, part, heads) for part in inner_transforms(transform)]
     if isinstance(transform, Chain):
         return chain(*inner)
-    return dataclasses.replace(transform, base=inner[0]) if inner else function(transform, heads)
+    if inner:
+        transform = dataclasses.replace(transform, base=inner[0])
+    is_method = not inner or isinstance(transform, LayerChoice)
+    return function(transform, heads) if is_method else transform

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from kvjax.cache.slots import KVCache
@@ -30,8 +29,21 @@ from kvjax.protocol import (
 )
 
 
+class LayerChoice(KVTransform):
+    """Base class of transforms that are another one in each layer."""
+
+    def chosen(self, layer: int, num_layers: int) -> KVTransform:
+        """Returns the transform of a layer, not yet bound to it; itself if it cannot tell yet."""
+        raise NotImplementedError
+
+    def for_layer(self, layer: int, num_layers: int) -> KVTransform:
+        """Returns the chosen transform for this layer."""
+        choice = self.chosen(layer, num_layers)
+        return choice if choice is self else choice.for_layer(layer, num_layers)
+
+
 @dataclass(frozen=True)
-class PerLayer(KVTransform):
+class PerLayer(LayerChoice):
     """A transform chosen per layer: `choose(layer, num_layers)` gives it.
 
     Args:
@@ -62,9 +74,8 @@ class PerLayer(KVTransform):
         check_transform(chosen, "PerLayer's function")
         return chosen
 
-    def for_layer(self, layer: int, num_layers: int) -> KVTransform:
-        """Returns the chosen transform for this layer."""
-        return self.chosen(layer, num_layers).for_layer(layer, num_layers)
+
+Heads = Sequence[int] | Int[Array, " H"]  # numbers of KV heads
 
 
 @dataclass(frozen=True)
@@ -121,7 +132,7 @@ class HeadGroups(KVTransform):
     def check_heads(self, kv_heads: int) -> None:
         """Raises ValueError unless the groups name as many KV heads as there are."""
         if self.kv_heads != kv_heads:
-            raise ValueError(f"{self!r} names {self.kv_heads} KV heads, got {kv_heads}")
+            raise ValueError(f"{brief(self)} names {self.kv_heads} KV heads, got {kv_heads}")
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
         """Returns the groups, each with its transform for this layer."""
@@ -132,10 +143,20 @@ class HeadGroups(KVTransform):
         pairs = zip(self.groups, transforms, strict=True)
         return dataclasses.replace(self, groups=tuple((heads, tx) for (heads, _), tx in pairs))
 
-    def heads_of(self, layer: int) -> tuple[tuple[int, ...], ...]:
-        """Returns the KV heads of each group in a layer of the model."""
-        order = range(self.kv_heads) if self.order is None else self.order[layer]
-        return tuple(tuple(order[number] for number in numbers) for numbers, _ in self.groups)
+    @property
+    def heads(self) -> tuple[Any, ...]:
+        """KV heads of each group: the same in all layers, or with an order those of each layer."""
+        numbers = tuple(numbers for numbers, _ in self.groups)
+        if self.order is None:
+            return numbers
+        return tuple(tuple(tuple(x[n] for n in group) for x in self.order) for group in numbers)
+
+    def heads_in(self, cache: Sequence[Any]) -> list[Heads]:
+        """Returns the KV heads of each group in a layer's cache."""
+        return [
+            numbers if part.heads is None else part.heads
+            for (numbers, _), part in zip(self.groups, cache, strict=True)
+        ]
 
     kv_heads = property(lambda self: sum(len(group) for group, _ in self.groups))
 
@@ -160,11 +181,9 @@ def map_head_groups(
     return layer.with_transforms(function(tx) for _, tx in layer.groups)
 
 
-def in_head_order(layer: KVTransform, arrays: Sequence[Array]) -> Array:
-    """Joins arrays `[B, H, ...]` of a bound layer's head groups in the order of its heads."""
-    if not isinstance(layer, HeadGroups):
-        return arrays[0]
-    order = np.argsort([head for heads, _ in layer.groups for head in heads])
+def in_head_order(heads: Sequence[Heads], arrays: Sequence[Array]) -> Array:
+    """Joins arrays `[B, H, ...]` of head groups in the order of the heads, of which these are."""
+    order = jnp.argsort(jnp.concatenate([jnp.asarray(numbers) for numbers in heads]))
     return jnp.concatenate(arrays, axis=1)[:, order]
 
 

@@ -13,22 +13,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.attention.layer import Reading
-from kvjax.attention.prompt import step_of
-from kvjax.budgets.profile import ladder, profile
 from kvjax.checks import check_count, check_number
 from kvjax.compiled_code import compiled
-from kvjax.compose.bind import bind
-from kvjax.compose.by_head import HeadProfile
-from kvjax.compose.foreseen import foreseen
-from kvjax.compose.walks import chosen, map_methods, walk
-from kvjax.compose.wrappers import PerLayer
-from kvjax.decisions import made_by
+from kvjax.compose.walks import MethodHeads, chosen, map_methods, walk
+from kvjax.compose.wrappers import LayerChoice
 from kvjax.devices import automatic
 from kvjax.generation.compiler import Compiler
+from kvjax.generation.head_profiles import OnMade, with_profiles
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.generation.new_caches import CacheSize, Observe
 from kvjax.generation.prompt_checks import check_prompts
-from kvjax.generation.prompt_pass import CacheSize
-from kvjax.generation.read_once import Observe
 from kvjax.generation.repetition import Repetition
 from kvjax.generation.turns import begin
 from kvjax.protocol import Full, KVTransform, Needs, check_transform
@@ -192,84 +186,31 @@ def calibrate_infinigen(
     return InfiniGenCalibration(np.array(padded, np.float32))
 
 
-@automatic()
-def calibrate_heads(
-    model: LanguageModel | FunctionalModel,
-    transform: KVTransform,
-    sample: Sequence[Sequence[int]],
-    *,
-    repetition: Repetition | None = None,
-) -> HeadProfile:
-    """Measures which share of a budget each head of a model needs, for all budgets at once.
-
-    The model reads each text of the sample, and the method scores its tokens. The scores of all
-    heads of all layers together make a ladder of thresholds. A head's share at a threshold is that
-    of its tokens with higher scores, averaged over the texts; see `kvjax.budgets.profile`.
-
-    Args:
-      model: as for `kvjax.generate`.
-      transform: a method that keeps the tokens with the highest scores at a prompt's end, such as
-        `KVzip`, `SnapKV` and `H2O`. Its budget does not matter.
-      sample: token ids of some texts, of a thousand tokens or more.
-      repetition: how the texts are repeated, if the method looks at that.
-
-    Returns:
-      The profile for `kvjax.by_head`.
-
-    Raises:
-      TypeError, ValueError: what `kvjax.generate` raises for prompts; a method without scores; a
-        model with sliding windows, whose layers hold what they see.
-
-    Example:
-      >>> import kvjax
-      >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
-      >>> model = random_decoder(DecoderConfig(
-      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
-      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=512))
-      >>> profile = kvjax.calibrate_heads(model, kvjax.KVzip(0.5), [list(range(64))])
-      >>> profile.table.shape
-      (2, 2, 64)
-    """
-    functional = as_functional(model)
-    check_transform(transform, "calibrate_heads")
-    if getattr(foreseen(transform, "prompt"), "score", None) is None:
-        raise ValueError(f"calibrate_heads needs a method that scores tokens, got {transform!r}")
-    check_prompts(functional, sample, (transform,), 0)
-    layers = bind(transform, functional.num_layers)
-    scores = []
-    for text in sample:
-        width = len(text)
-        size = CacheSize.of(functional, 1, width, 0, None, width)
-        context = begin(
-            functional, [text], [width], transform, layers, size, Compiler(), on_layer=None,
-            last=False, repetition=repetition,
-        )  # fmt: skip
-        scores.append(np.stack([np.asarray(_head_scores(reading)) for reading in context.caches]))
-    return HeadProfile(profile(scores, ladder(scores)), type(transform).__name__)
-
-
-@compiled()
-def _head_scores(reading: Reading) -> Float[Array, "H S"]:
-    """Returns the scores by which the method would keep the tokens of a prompt of one row."""
-    cache, transform = reading.cache, reading.transform
-    decision, _ = made_by(transform, cache.kv, cache.state, step_of(reading))
-    # Slots are filled in the order of tokens, and there are some for tokens that did not come.
-    return decision.head_score(cache.kv)[0, :, : cache.kv.max_prompt]
-
-
 def calibrated(
     transform: KVTransform,
     model: LanguageModel | FunctionalModel,
     sample: Sequence[Sequence[int]],
+    *,
+    repetition: Repetition | None = None,
+    on_profile: OnMade | None = None,
 ) -> KVTransform:
-    """Returns the composition with every `InfiniGen` calibrated.
+    """Returns the composition with every `InfiniGen` calibrated, and a profile in every `ByHead`.
 
-    In `HeadGroups`, a method gets the part of the calibration that is for its heads.
+    In `HeadGroups`, a method gets the part of the calibration that is for its heads. A profile is
+    read from the file that `ByHead` names, or made by `calibrate_heads` from the sample. It is then
+    kept in the user's cache folder, and found there for the same weights, method and sample.
 
     Args:
       transform: any.
-      model, sample: as for `calibrate_infinigen`, which is called once, and only if there is an
+      model: as for `calibrate_infinigen`, which is called once, and only if there is an
         `InfiniGen` without calibration.
+      sample: token ids of some texts; as for `calibrate_infinigen` and `calibrate_heads`.
+      repetition: as for `calibrate_heads`.
+      on_profile: is called with a profile that had to be made, and the seconds that it took.
+
+    Raises:
+      TypeError, ValueError: what the calibrations raise; the file of a profile holds none, or one
+        of another model.
 
     Example:
       >>> import kvjax
@@ -277,9 +218,10 @@ def calibrated(
       H2O(budget=64, group_reduce='mean')
     """
     check_transform(transform, "calibrated")
+    transform = with_profiles(transform, model, lambda: sample, repetition, on_profile)
     layers = [transform]
-    # The methods of a `PerLayer` are known only once it is asked for each layer.
-    if any(isinstance(part, PerLayer) for part in walk(transform)):
+    # The methods of a layer's choice are known only once it is asked for each layer.
+    if any(isinstance(part, LayerChoice) for part in walk(transform)):
         num_layers = as_functional(model).num_layers
         layers = [chosen(transform, layer, num_layers) for layer in range(num_layers)]
     parts = (part for layer in layers for part in walk(layer))
@@ -298,13 +240,14 @@ class WithCalibration:
 
     calibration: InfiniGenCalibration
 
-    def __call__(self, method: KVTransform, heads: tuple[int, ...] | None) -> KVTransform:
+    def __call__(self, method: KVTransform, heads: MethodHeads) -> KVTransform:
         """Returns the method, with the calibration of its heads if it lacks one."""
         if not isinstance(method, InfiniGen) or method.calibration is not None:
             return method
         calibration = self.calibration
-        if heads is not None:
-            calibration = InfiniGenCalibration(calibration.projections[:, list(heads)])
+        if heads is not None:  # the same in all layers, or those of each layer
+            layers = np.arange(calibration.num_layers)[:, None]
+            calibration = InfiniGenCalibration(calibration.projections[layers, np.array(heads)])
         return dataclasses.replace(method, calibration=calibration)
 
 

@@ -19,14 +19,16 @@ from jaxtyping import Array
 
 import kvjax
 from kvjax.compose.bind import bind
+from kvjax.compose.by_head import ByHead, HeadProfile
 from kvjax.compose.walks import map_methods
 from kvjax.devices import automatic, mesh_of
 from kvjax.files import is_hidden
 from kvjax.generation.context import Context
 from kvjax.generation.fingerprints import Fingerprint, describe_tokenizer, differences
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.prompt_checks import check_same_model
-from kvjax.generation.prompt_pass import CacheSize, cache_shapes
+from kvjax.generation.prompt_pass import cache_shapes
 from kvjax.messages import quiet
 from kvjax.protocol import KVTransform
 from kvjax.registry import parse, unparse
@@ -38,6 +40,7 @@ from kvjax.transforms.random import GENERATOR
 # A folder with another number is refused. Format 3 has descriptions of model and tokenizer, the
 # tokens that rows have seen, and channels of keys that `quantize` sets off.
 FORMAT = 3
+_CALIBRATIONS = InfiniGenCalibration | OutlierHeads | HeadProfile
 _ABOUT, _ARRAYS = "about", "arrays"  # items of a checkpoint
 _UNFINISHED = ".orbax-checkpoint-tmp"  # Orbax adds it to the name of an incomplete checkpoint
 
@@ -92,9 +95,9 @@ def save_context(
     leaves = jax.tree.leaves(context)
     arrays = {f"{n:05d}": _plain(leaf) for n, leaf in enumerate(leaves)}
     arrays |= {
-        f"calibration{n}": np.asarray(calibration.projections)
+        f"calibration{n}": np.asarray(_array_of(calibration))
         for n, calibration in enumerate(calibrations)
-        if isinstance(calibration, InfiniGenCalibration)
+        if isinstance(calibration, InfiniGenCalibration | HeadProfile)
     }
     content = {
         "format": FORMAT,
@@ -103,6 +106,10 @@ def save_context(
         "method": unparse(uncalibrated),
         "outlier_heads": [
             dataclasses.asdict(calibration) if isinstance(calibration, OutlierHeads) else None
+            for calibration in calibrations
+        ],
+        "profiles": [
+            calibration.method if isinstance(calibration, HeadProfile) else None
             for calibration in calibrations
         ],
         "size": {name: x for name, x in context.size._asdict().items() if name != "mesh"},
@@ -155,7 +162,8 @@ def load_context(
     method = parse(content["method"])
     with _damaged(folder):
         arrays = _read_arrays(step, content["arrays"])
-        transform = _with_calibrations(method, content["outlier_heads"], arrays)
+        profiles = content.get("profiles", [])  # earlier versions had none
+        transform = _with_calibrations(method, content["outlier_heads"], profiles, arrays)
         size = CacheSize(**content["size"], mesh=mesh_of(functional.params))
         layers = bind(transform, functional.num_layers, functional.windows, size.max_tokens)
     shapes = _context_shapes(functional, transform, layers, size, fingerprint)
@@ -334,13 +342,13 @@ def _dtype_and_shape(x: Any) -> list:
 def _calibration_field(transform: KVTransform) -> str | None:
     """Returns the name of the field that holds a calibration, if there is one."""
     for field in dataclasses.fields(transform):
-        if isinstance(getattr(transform, field.name), InfiniGenCalibration | OutlierHeads):
+        if isinstance(getattr(transform, field.name), _CALIBRATIONS):
             return field.name
     return None
 
 
 def _without_calibrations(transform: KVTransform) -> tuple[KVTransform, list]:
-    """Takes the calibrations out of a transform.
+    """Takes the calibrations out of a transform, and the profiles of heads.
 
     Returns:
       The transform, and the calibration of each of its methods; None where there was none.
@@ -352,11 +360,18 @@ def _without_calibrations(transform: KVTransform) -> tuple[KVTransform, list]:
         calibrations.append(None if field is None else getattr(method, field))
         return method if field is None else dataclasses.replace(method, **{field: None})
 
-    return map_methods(without, transform), calibrations
+    return map_methods(without, transform, by_head=False), calibrations
+
+
+def _array_of(calibration: InfiniGenCalibration | HeadProfile) -> Any:
+    return calibration.table if isinstance(calibration, HeadProfile) else calibration.projections
 
 
 def _with_calibrations(
-    transform: KVTransform, outlier_heads: list, arrays: dict[str, np.ndarray]
+    transform: KVTransform,
+    outlier_heads: list,
+    profiles: list[str | None],
+    arrays: dict[str, np.ndarray],
 ) -> KVTransform:
     """Puts calibrations back into a transform: the reverse of `_without_calibrations`."""
     numbers = iter(range(len(outlier_heads)))
@@ -368,9 +383,12 @@ def _with_calibrations(
             pairs = tuple(tuple(pair) for pair in heads["heads"])
             outliers = OutlierHeads(pairs, heads["num_layers"], heads["kv_heads"])
             return dataclasses.replace(method, outlier_heads=outliers)
+        if isinstance(method, ByHead):
+            profile = HeadProfile(arrays[f"calibration{number}"], profiles[number] or "")
+            return dataclasses.replace(method, profile=profile)
         if f"calibration{number}" in arrays:
             calibration = InfiniGenCalibration(arrays[f"calibration{number}"])
             return dataclasses.replace(method, calibration=calibration)
         return method
 
-    return map_methods(with_calibration, transform)
+    return map_methods(with_calibration, transform, by_head=False)

@@ -2,102 +2,42 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.attention.attend import complete
-from kvjax.attention.init_cache import init_cache
 from kvjax.attention.kept_tokens import kept_tokens
-from kvjax.attention.layer import Cache, LayerCache, layer_caches, map_parts
+from kvjax.attention.layer import Cache, layer_caches
 from kvjax.attention.parts import mesh_of_cache, placed
 from kvjax.attention.prompt import begin, with_repetition
 from kvjax.attention.rows import put_rows, take_rows
-from kvjax.budgets.layers import layers_of
-from kvjax.checks import floating
 from kvjax.compiled_code import compiled
+from kvjax.compose.wrappers import HeadGroups
 from kvjax.devices import by_rows, mesh_of
 from kvjax.generation.compiler import Compiler
 from kvjax.generation.groups import Group, joined
 from kvjax.generation.model import FunctionalModel
+from kvjax.generation.new_caches import (
+    CacheSize,
+    Observe,
+    compress_for,
+    needs_of_prompt,
+    new_cache,
+    states_of,
+    states_of_layers,
+)
 from kvjax.generation.pruning import drops_tokens, pass_on, states_at
 from kvjax.generation.repetition import Pieces
 from kvjax.protocol import AttentionOptions, KVTransform
 
 T = TypeVar("T")
-
-
-class CacheSize(NamedTuple):
-    """The sizes that caches are made for, which all layers share.
-
-    They are arguments of `init_cache`, and static in compiled code.
-    """
-
-    batch: int
-    kv_heads: int
-    query_heads: int
-    head_dim: int
-    max_prompt: int
-    max_new: int
-    dtype: str | None
-    mesh: Mesh | None = None
-    max_length: int | None = None
-
-    @classmethod
-    def of(
-        cls,
-        model: FunctionalModel,
-        batch: int,
-        max_prompt: int,
-        max_new: int,
-        dtype: DTypeLike | None,
-        tokens: int,
-    ) -> CacheSize:
-        """Returns the sizes of the caches of a model's layers, on the mesh of its parameters.
-
-        Args:
-          batch: rows.
-          max_prompt, max_new: most tokens of a row that are read and written. They may be padded.
-          dtype: of keys and values.
-          tokens: tokens of a row without padding, from which `max_length` follows: padding must
-            not change how a model treats a text.
-        """
-        return cls(
-            batch=batch,
-            kv_heads=model.kv_heads,
-            query_heads=model.query_heads,
-            head_dim=model.head_dim,
-            max_prompt=max_prompt,
-            max_new=max_new,
-            dtype=None if dtype is None else floating(dtype).name,
-            mesh=mesh_of(model.params),
-            max_length=None if model.length_class is None else model.length_class(tokens),
-        )
-
-    @property
-    def max_tokens(self) -> int:
-        """Most tokens of a row, prompt and new ones."""
-        return self.max_prompt + self.max_new
-
-    def cache(
-        self, transform: KVTransform, layer: int, attention: AttentionOptions | None = None
-    ) -> Cache:
-        """Makes the empty cache of one layer.
-
-        Args:
-          attention: options of the layer's attention; None: the default ones, where only the size
-            or the state of the cache matters.
-        """
-        options = {} if attention is None else attention.static
-        return init_cache(transform, layer=layer, **self._asdict(), **options)
 
 
 def read_prompt(
@@ -187,15 +127,29 @@ def _read_by_layer(
             # Each group of an earlier turn's cache writes its rows into the same cache.
             states_or_cache = cache if size is None else start[number][layer]
             rows = group.rows if size is None else None
+            # Head groups of a first prompt share its pass, which is compiled once for all layers.
+            reads = transform
+            if size is not None and last and mesh is None and isinstance(transform, HeadGroups):
+                reads = Observe(needs_of_prompt(transform))
+            together = reads is not transform
             # Waiting bounds the memory: a layer that is queued has its arrays already.
             *passing[number], cache = jax.block_until_ready(
                 compiler.run(
                     f"the prompt pass of layer {layer + 1} of {len(layers)}",
-                    (block, transform, attention, x.shape, repeated is None), _read_layer,
-                    block, transform, size, attention, last, layer_params, x, positions,
-                    states_or_cache, rows, repeated,
+                    (block, reads, attention, x.shape, repeated is None), _read_layer,
+                    block, reads, size._replace(max_new=0) if together else size, attention,
+                    last and not together, layer_params, x, positions,
+                    (((), None),) if together else states_or_cache, rows, repeated,
                 )
             )  # fmt: skip
+            if together:
+                cache = jax.block_until_ready(
+                    compiler.run(
+                        f"the compression of layer {layer + 1} of {len(layers)}",
+                        (transform, attention, x.shape), compress_for,
+                        transform, size, attention, states_or_cache, cache,
+                    )
+                )  # fmt: skip
             group_caches.append(cache)
         new_caches.append(cache if sizes[0] is None else _together(groups, group_caches, compiler))
         if on_layer is not None:
@@ -285,42 +239,10 @@ def cache_shapes(
     for layer, (key, layer_params) in enumerate(zip(keys, parts.split(model.params), strict=True)):
         if key not in shapes:
             block, transform, options = key
-            states = jax.eval_shape(functools.partial(_states_of, transform, size, layer))
+            states = jax.eval_shape(functools.partial(states_of, transform, size, layer))
             read_layer = functools.partial(_read_layer, block, transform, size, options, True)
             shapes[key] = jax.eval_shape(read_layer, layer_params, x, positions, states)[-1]
     return tuple(shapes[key] for key in keys)
-
-
-@compiled(static_argnums=(0, 1))
-def states_of_layers(layers: tuple[KVTransform, ...], size: CacheSize) -> tuple:
-    """Returns the states of all layers' transforms for empty caches.
-
-    They are all that differs between the empty caches of layers that are alike.
-    """
-    return tuple(_states_of(transform, size, layer) for layer, transform in enumerate(layers))
-
-
-def _states_of(transform: KVTransform, size: CacheSize, layer: int) -> tuple:
-    """Returns the state and the heads of one layer's transform, for each of its head groups."""
-    cache = placed(size.cache(transform, layer))
-    return tuple((part.state, part.heads) for part in layer_caches(cache))
-
-
-def new_cache(
-    transform: KVTransform, size: CacheSize, attention: AttentionOptions, states: tuple
-) -> Cache:
-    """Makes an empty cache with these states, equal in all else for layers that are alike."""
-    # Any layer that the transform is for will do, since its own state is replaced. It must be one
-    # of those where the transform is bound to some.
-    bound = layers_of(transform)
-    cache = size.cache(transform, 0 if bound is None else bound[0], attention)
-    of_parts = iter(states)
-
-    def with_state(part: LayerCache) -> LayerCache:
-        state, heads = next(of_parts)
-        return dataclasses.replace(part, state=state, heads=heads)
-
-    return map_parts(with_state, cache)
 
 
 @compiled(static_argnums=(0, 1))

@@ -5,14 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import jax
 from jax.typing import DTypeLike
 
-from kvjax.attention.layer import Cache, Reading, map_parts
-from kvjax.attention.prompt import compress, read_for
-from kvjax.compiled_code import compiled
+from kvjax.attention.layer import Cache, Reading
 from kvjax.compose.bind import bind
 from kvjax.compose.wrappers import by_head_groups
 from kvjax.devices import automatic
@@ -21,23 +18,16 @@ from kvjax.generation.context import Context
 from kvjax.generation.fingerprints import Fingerprint
 from kvjax.generation.generate import read, size_to_read
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.generation.new_caches import (
+    CacheSize,
+    Observe,
+    compress_for,
+    needs_of_prompt,
+    states_of_layers,
+)
 from kvjax.generation.prompt_checks import as_rows
-from kvjax.generation.prompt_pass import CacheSize, new_cache, states_of_layers
 from kvjax.generation.turns import begin
-from kvjax.protocol import AttentionOptions, Extent, KVTransform, Needs
-
-
-@dataclass(frozen=True)
-class Observe(KVTransform):
-    """The full cache, whose readings hold what other methods need of a prompt.
-
-    Args:
-      wanted: the needs of those methods.
-    """
-
-    wanted: Needs
-
-    needs = property(lambda self: self.wanted)
+from kvjax.protocol import Extent, KVTransform, Needs
 
 
 class ReadOnce:
@@ -137,16 +127,7 @@ class ReadOnce:
 
     def _needs(self, transform: KVTransform) -> Needs:
         """Returns what all layers of a method need of a prompt's attention."""
-        parts = [part for layer in self._bind(transform) for part in by_head_groups(layer)]
-        needs = functools.reduce(Needs.union, (part.needs for part in parts))
-        return Needs(  # without what decode steps need
-            accumulated_attention=needs.accumulated_attention,
-            query_window=needs.query_window,
-            query_share=needs.query_share,
-            repetition=needs.repetition,
-            repetition_queries=needs.repetition_queries,
-            unrotated_keys=needs.unrotated_keys,
-        )
+        return functools.reduce(Needs.union, map(needs_of_prompt, self._bind(transform)))
 
     def _reads_alone(self, transform: KVTransform) -> bool:
         """Returns whether a method needs a prompt pass of its own: see the class."""
@@ -169,21 +150,8 @@ def _compressed(
     for layer, (transform, reading) in enumerate(zip(layers, readings, strict=True)):
         attention = model.attention(layer)
         cache = compiler.run(
-            "the compression of a layer", (transform, attention), _compress,
+            "the compression of a layer", (transform, attention), compress_for,
             transform, size, attention, states[layer], reading,
         )  # fmt: skip
         caches.append(cache)
     return tuple(jax.block_until_ready(caches))
-
-
-@compiled(static_argnums=(0, 1, 2), donate_argnums=3)
-def _compress(
-    transform: KVTransform,
-    size: CacheSize,
-    attention: AttentionOptions,
-    states: tuple,
-    reading: Reading,
-) -> Cache:
-    """Makes one layer's cache of its reading."""
-    cache = new_cache(transform, size, attention, states)
-    return map_parts(compress, read_for(transform, cache, reading))

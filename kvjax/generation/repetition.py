@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
@@ -50,6 +50,19 @@ class Repetition:
 
     def __post_init__(self):
         check_count("piece", self.piece, 1)
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Repetition:
+        """Returns the instruction of the paper's code, in the tokens of a model.
+
+        Args:
+          tokenizer: tokenizer of the model, from `transformers`.
+        """
+        texts = (
+            "\n\nRepeat the previous context exactly.\n\n",
+            "\n\nRepeat the part of the previous context exactly, starting with",
+        )
+        return cls(*(tuple(tokenizer(x, add_special_tokens=False).input_ids) for x in texts))
 
 
 class Pieces(NamedTuple):

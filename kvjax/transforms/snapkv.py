@@ -89,7 +89,7 @@ class SnapKV(PromptBudget):
         """Keeps the newest tokens and the prefix tokens that they attend to most."""
         budget = self.rows_budget(cache, state)
         observed = window_attention(cache, step, self.window) / self.window
-        score, window = self._pool(observed, cache), jnp.full_like(budget, self.window)
+        score, window = self._pool(observed, cache), jnp.full(cache.shape[:1], self.window)
         return Keep(budget, by_query_head(score), newest=window, reduce=self.group_reduce), state
 
     def _pool(self, score: Float[Array, "B H G S"], cache: KVCache) -> Float[Array, "B H G S"]:

@@ -13,6 +13,7 @@ import jaxlib
 import pytest
 
 from kvjax.cli import compilation_cache
+from kvjax.files import user_cache
 
 PROGRAM = """if True:
     import jax, jax.numpy as jnp
@@ -54,17 +55,17 @@ def settings():
 
 def test_where_it_is(settings, monkeypatch, tmp_path):
     monkeypatch.setenv("KVJAX_CACHE", "OFF")
-    assert compilation_cache.home() is None
+    assert user_cache() is None
     compilation_cache.enable()
     assert settings.jax_compilation_cache_dir is None
     monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "own"))
-    assert compilation_cache.home() == tmp_path / "own"
+    assert user_cache() == tmp_path / "own"
     monkeypatch.delenv("KVJAX_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert compilation_cache.home() == tmp_path / "kvjax"
+    assert user_cache() == tmp_path / "kvjax"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert compilation_cache.home() == tmp_path / ".cache" / "kvjax"
+    assert user_cache() == tmp_path / ".cache" / "kvjax"
 
 
 def test_a_folder_of_this_jaxlib_and_cpu(settings, monkeypatch, tmp_path):

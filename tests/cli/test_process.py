@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvjax.cli import generate_command
+from kvjax.cli import arguments, generate_command
 from kvjax.cli.lines import lines
 from kvjax.cli.main import main
 from tests.cli.commands import one_line, output
@@ -27,7 +27,7 @@ FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device
 def test_version_and_help(capsys):
     assert output(capsys, "--version").startswith("kvjax ")
     assert output(capsys) == output(capsys, "--help")
-    for name in ("generate", "read", "ask", "chat", "compare", "diagnose", "plan", "methods"):
+    for name in arguments.COMMANDS:
         assert name in output(capsys, "--help")
         assert output(capsys, name, "--help").startswith(f"usage: kvjax {name}")
     for name in ("--model", "--prompts", "--stop", "--raw", "--budget", "--min-p", "--json"):

@@ -72,6 +72,14 @@ def groups() -> kvjax.HeadGroups:
     return kvjax.HeadGroups(parts)
 
 
+def by_head() -> kvjax.ByHead:
+    """Layers whose groups have other heads in the same rectangles."""
+    layers, heads = model().num_layers, np.arange(4)
+    shares = np.stack([0.05 + 0.25 * np.roll(heads, layer) for layer in range(layers)])
+    table = np.stack((shares, np.ones_like(shares)), axis=2)
+    return kvjax.ByHead(kvjax.SnapKV(0.3, window=8), kvjax.HeadProfile(table, "snapkv"))
+
+
 def same_tokens(tx, *sizes: int, rows: int | None = None) -> bool:
     return generate(model(), tx, rows).tokens == generate(model(*sizes), tx, rows).tokens
 
@@ -131,6 +139,7 @@ if __name__ == "__main__":
         "streamed": everywhere(streamed),
         "saved and loaded": saved_and_loaded(),
         "heads in groups": same_tokens(groups(), 2, 4),
+        "a budget by head": same_tokens(by_head(), 2, 4),
         "more devices than heads": same_tokens(transform("kvcrush(snapkv)"), 1, 8),
         "rows that cannot be divided": same_tokens(transform("h2o"), 2, 4, rows=3),
         "rows alone": same_tokens(transform("snapkv"), 4, 1),

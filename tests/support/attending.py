@@ -221,9 +221,9 @@ class Part(NamedTuple):
 def parts(transform, cache) -> list[Part]:
     """The head groups of a layer's cache; a cache without groups is one."""
     if isinstance(transform, kvjax.HeadGroups):
-        return [
-            Part(heads, tx, own) for (heads, tx), own in zip(transform.groups, cache, strict=True)
-        ]
+        heads = [tuple(np.asarray(numbers).tolist()) for numbers in transform.heads_in(cache)]
+        by_group = zip(heads, by_head_groups(transform), cache, strict=True)
+        return [Part(*group) for group in by_group]
     return [Part(tuple(range(cache.kv.shape[1])), transform, cache)]
 
 

@@ -313,7 +313,7 @@ def _judge_step(layer: KVTransform, cache: Cache, truth: Truth, position, budget
         sinks=inputs.options.sinks, **inputs.kernel_options,
     )  # fmt: skip
     cache, records = unrecord(cache)
-    held = looked_at(layer, records, truth.attention.shape[-1])
+    held = looked_at(layer, cache, records, truth.attention.shape[-1])
     recall = _recall(truth.attention, held, held.sum(-1) if budget is None else budget)
     batch, heads = held.shape[:2]
     by_head = (x.reshape(batch, heads, -1) for x in (out, truth.output))

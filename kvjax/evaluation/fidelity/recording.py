@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attention.layer import Cache, LayerCache, layer_caches, map_parts
 from kvjax.cache.slots import KVCache
-from kvjax.compose.wrappers import in_head_order, map_head_groups
+from kvjax.compose.wrappers import HeadGroups, in_head_order, map_head_groups
 from kvjax.decisions import Decision
 from kvjax.protocol import AttentionOptions, KVTransform, State, Step, View, Wrapper
 from kvjax.rope import Rope
@@ -114,13 +114,17 @@ def unrecord(cache: Cache) -> tuple[Cache, list[Record]]:
     return map_parts(plain, cache), records
 
 
-def looked_at(layer: KVTransform, records: list[Record], length: int) -> Bool[Array, "B H L"]:
+def looked_at(
+    layer: KVTransform, cache: Cache, records: list[Record], length: int
+) -> Bool[Array, "B H L"]:
     """Marks which of `length` positions each KV head looked at, from the records of all groups.
 
     If each query head has its own list, the list of a KV head joins those of its query heads.
     """
     marks = [holds(x.seen.reshape(*x.key.shape[:2], -1), length) for x in records]
-    return in_head_order(layer, marks)
+    if not isinstance(layer, HeadGroups):
+        return marks[0]
+    return in_head_order(layer.heads_in(cache), marks)
 
 
 def attend_to_all(

@@ -1,0 +1,294 @@
+"""Profiles of a model's heads in files: made once, found again, refused for other weights."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array, Float
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+import kvjax
+from kvjax.attention.layer import Reading
+from kvjax.attention.prompt import step_of
+from kvjax.budgets.profile import ladder, profile
+from kvjax.compiled_code import compiled
+from kvjax.compose.bind import bind
+from kvjax.compose.by_head import ByHead, HeadProfile
+from kvjax.compose.foreseen import foreseen
+from kvjax.compose.walks import MethodHeads, chosen, map_methods, walk
+from kvjax.compose.wrappers import PerLayer
+from kvjax.decisions import made_by
+from kvjax.devices import automatic
+from kvjax.files import check_regular, user_cache, writing
+from kvjax.generation.compiler import Compiler
+from kvjax.generation.fingerprints import Fingerprint, checksum, differences
+from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.generation.new_caches import CacheSize
+from kvjax.generation.prompt_checks import check_prompts
+from kvjax.generation.repetition import Repetition
+from kvjax.generation.turns import begin
+from kvjax.protocol import KVTransform, check_transform
+from kvjax.registry import unparse
+
+FORMAT = "kvjax head profile 1"
+_MOST_BYTES = 2**26
+SAMPLE_TEXTS, SAMPLE_TOKENS = 3, 1024  # of the text from which a profile is made
+
+OnMade = Callable[[HeadProfile, float], None]
+"""Is called with a profile that has been made, and the seconds that it took."""
+
+
+@automatic()
+def calibrate_heads(
+    model: LanguageModel | FunctionalModel,
+    transform: KVTransform,
+    sample: Sequence[Sequence[int]],
+    *,
+    repetition: Repetition | None = None,
+) -> HeadProfile:
+    """Measures which share of a budget each head of a model needs, for all budgets at once.
+
+    The model reads each text of the sample, and the method scores its tokens. The scores of all
+    heads of all layers together make a ladder of thresholds. A head's share at a threshold is that
+    of its tokens with higher scores, averaged over the texts; see `kvjax.budgets.profile`.
+
+    Args:
+      model: as for `kvjax.generate`.
+      transform: a method that keeps the tokens with the highest scores at a prompt's end, such as
+        `KVzip`, `SnapKV` and `H2O`. Its budget does not matter.
+      sample: token ids of some texts, of a thousand tokens or more.
+      repetition: how the texts are repeated, if the method looks at that.
+
+    Returns:
+      The profile for `kvjax.ByHead`.
+
+    Raises:
+      TypeError, ValueError: what `kvjax.generate` raises for prompts; a method without scores; a
+        model with sliding windows, whose layers hold what they see.
+
+    Example:
+      >>> import kvjax
+      >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+      >>> model = random_decoder(DecoderConfig(
+      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
+      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=512))
+      >>> profile = kvjax.calibrate_heads(model, kvjax.KVzip(0.5), [list(range(64))])
+      >>> profile.table.shape
+      (2, 2, 64)
+    """
+    functional = as_functional(model)
+    check_transform(transform, "calibrate_heads")
+    if getattr(foreseen(transform, "prompt"), "score", None) is None:
+        raise ValueError(f"calibrate_heads needs a method that scores tokens, got {transform!r}")
+    check_prompts(functional, sample, (transform,), 0)
+    layers = bind(transform, functional.num_layers)
+    scores = []
+    for text in sample:
+        width = len(text)
+        size = CacheSize.of(functional, 1, width, 0, None, width)
+        context = begin(
+            functional, [text], [width], transform, layers, size, Compiler(), on_layer=None,
+            last=False, repetition=repetition,
+        )  # fmt: skip
+        scores.append(np.stack([np.asarray(_head_scores(reading)) for reading in context.caches]))
+    return HeadProfile(profile(scores, ladder(scores)), heads_method(transform))
+
+
+def heads_method(method: KVTransform) -> str:
+    """Returns the text of a method whose scores make a profile, without its budget.
+
+    Example:
+      >>> import kvjax
+      >>> from kvjax.generation.head_profiles import heads_method
+      >>> heads_method(kvjax.KVzip(0.1)), heads_method(kvjax.KVzip(0.1, values=False))
+      ('kvzip', 'kvzip(values=False)')
+    """
+    return unparse(method, budget=False)
+
+
+@compiled()
+def _head_scores(reading: Reading) -> Float[Array, "H S"]:
+    """Returns the scores by which the method would keep the tokens of a prompt of one row."""
+    cache, transform = reading.cache, reading.transform
+    decision: Any = made_by(transform, cache.kv, cache.state, step_of(reading))[0]
+    # Slots are filled in the order of tokens, and there are some for tokens that did not come.
+    return decision.head_score(cache.kv)[0, :, : cache.kv.max_prompt]
+
+
+def save_profile(
+    path: str | os.PathLike[str], profile: HeadProfile, model: LanguageModel | FunctionalModel
+) -> None:
+    """Writes a profile to a safetensors file, from which `load_profile` reads it back.
+
+    The file has the table, and as metadata the method and the description of the model by which it
+    is refused for other weights.
+
+    Args:
+      path: the file. One that is there is replaced.
+      profile: from `kvjax.calibrate_heads`.
+      model: the model that it is of.
+
+    Raises:
+      OSError: the file cannot be written.
+
+    Example:
+      >>> import tempfile, kvjax
+      >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+      >>> model = random_decoder(DecoderConfig(
+      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
+      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=512))
+      >>> profile = kvjax.calibrate_heads(model, kvjax.KVzip(0.5), [list(range(64))])
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     kvjax.save_profile(f"{folder}/heads.safetensors", profile, model)
+      ...     kvjax.load_profile(f"{folder}/heads.safetensors", model) == profile
+      True
+    """
+    path = Path(path)
+    description = Fingerprint.of(as_functional(model)).content
+    about = {"format": FORMAT, "kvjax": kvjax.__version__, "method": profile.method}
+    about["model"] = json.dumps(description)
+    temporary = path.with_name(path.name + ".part")  # so that a reader never sees half a file
+    with writing(path):
+        save_file({"table": profile.table}, temporary, metadata=about)
+        os.replace(temporary, path)
+
+
+def load_profile(
+    path: str | os.PathLike[str], model: LanguageModel | FunctionalModel
+) -> HeadProfile:
+    """Reads the profile that `save_profile` or `kvjax profile` wrote.
+
+    Args:
+      path: the file.
+      model: the model that it is for.
+
+    Raises:
+      ValueError: there is no such file, it holds no profile, or it is of another model; says what
+        differs.
+    """
+    path = Path(path)
+    check_regular(path, _MOST_BYTES)
+    try:
+        with safe_open(path, framework="numpy") as file:
+            about = file.metadata() or {}
+            if about.get("format") != FORMAT:
+                raise ValueError(f"{path} is no profile of heads: it has no format {FORMAT!r}")
+            profile = HeadProfile(file.get_tensor("table"), about["method"])
+            there = json.loads(about["model"])
+    except (SafetensorError, OSError, KeyError) as error:
+        raise ValueError(f"{path} is no profile of heads: {error}") from error
+    here = Fingerprint.of(as_functional(model)).content
+    if differing := differences(there, here):
+        raise ValueError(f"the profile in {path} is of another model: its {differing}")
+    return profile
+
+
+def sample_of(text: Sequence[int], max_positions: int | None) -> list[list[int]]:
+    """Cuts a long text into the sample of a profile: three pieces of 1,024 tokens from all over it.
+
+    A model with few positions gets shorter ones, since the repetition of a piece follows it.
+
+    Args:
+      text: token ids.
+      max_positions: of the model; None: no limit.
+    """
+    most = SAMPLE_TOKENS if max_positions is None else min(SAMPLE_TOKENS, max_positions // 2 - 64)
+    size = max(min(most, len(text) // SAMPLE_TEXTS), 1)
+    step = (len(text) - size) // max(SAMPLE_TEXTS - 1, 1)
+    return [list(text[n * step : n * step + size]) for n in range(SAMPLE_TEXTS)]
+
+
+def kept_profile(
+    model: FunctionalModel,
+    method: KVTransform,
+    sample: Sequence[Sequence[int]],
+    repetition: Repetition | None = None,
+    on_made: OnMade | None = None,
+) -> HeadProfile:
+    """Returns what `calibrate_heads` does; makes it once for all processes of a user.
+
+    It is kept in the folder `profiles` of the user's cache (see `kvjax.files.user_cache`), under
+    the checksum of the weights, the method, the sample and the repetition. Without such a folder it
+    is made each time.
+    """
+    root, path = user_cache(), None
+    if root is not None:
+        made_from = {
+            "format": FORMAT,
+            "model": Fingerprint.of(model).digest,
+            "method": heads_method(method),
+            "sample": [[int(token) for token in text] for text in sample],
+            "repetition": dataclasses.asdict(repetition or Repetition()),
+        }
+        path = root / "profiles" / f"{checksum(made_from)}.safetensors"
+        if path.exists():
+            with contextlib.suppress(ValueError):  # it is damaged, and made again
+                return load_profile(path, model)
+    start = time.monotonic()
+    profile = calibrate_heads(model, method, sample, repetition=repetition)
+    if path is not None:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            save_profile(path, profile, model)
+    if on_made is not None:
+        on_made(profile, time.monotonic() - start)
+    return profile
+
+
+def with_profiles(
+    transform: KVTransform,
+    model: LanguageModel | FunctionalModel,
+    sample: Callable[[], Sequence[Sequence[int]]],
+    repetition: Repetition | None = None,
+    on_made: OnMade | None = None,
+) -> KVTransform:
+    """Returns the composition in which every `ByHead` has a profile of the model.
+
+    Args:
+      transform: any.
+      model: as for `calibrate_heads`.
+      sample: gives token ids of some texts; is called only if a profile is missing.
+      repetition, on_made: as in `kept_profile`.
+    """
+    layers = [transform]
+    # The methods of a `PerLayer` are known only once it is asked for each layer.
+    if any(isinstance(part, PerLayer) for part in walk(transform)):
+        num_layers = as_functional(model).num_layers
+        layers = [chosen(transform, layer, num_layers) for layer in range(num_layers)]
+    missing = dict.fromkeys(
+        part
+        for layer in layers
+        for part in walk(layer)
+        if isinstance(part, ByHead) and not isinstance(part.profile, HeadProfile)
+    )
+    if not missing:
+        return transform
+    functional, found = as_functional(model), []
+    for part in missing:
+        if part.profile is not None:
+            profile = load_profile(part.profile, functional)
+        else:
+            profile = kept_profile(functional, part.method, sample(), repetition, on_made)
+        found.append((part, profile))
+    return map_methods(_WithProfile(tuple(found)), transform, by_head=False)
+
+
+@dataclass(frozen=True)
+class _WithProfile:
+    """Gives each `ByHead` its profile; a function for `map_methods`."""
+
+    found: tuple[tuple[ByHead, HeadProfile], ...]
+
+    def __call__(self, method: Any, heads: MethodHeads) -> KVTransform:
+        profile = dict(self.found).get(method)
+        return method if profile is None else dataclasses.replace(method, profile=profile)
