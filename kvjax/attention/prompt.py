@@ -180,6 +180,7 @@ def _read_for(cache: LayerCache, reading: Reading) -> Reading:
         size = queries.position.shape[1]
         last, position = reading.queries
         queries = QueryWindow(last[:, :, -size:], position[:, -size:])
-    cache = dataclasses.replace(begun.cache, kv=widen(kv, kv.capacity))
-    rope, options = reading.rope, reading.options
-    return Reading(cache, begun.stored, reading.rows, queries, rope, options)
+    if kv.slots <= kv.capacity:  # as `read` makes room: slots are sorted when they are cut
+        kv = widen(kv, min(kv.capacity + kv.slots, kv.max_tokens))
+    cache, options = dataclasses.replace(begun.cache, kv=kv), reading.options
+    return Reading(cache, begun.stored, reading.rows, queries, reading.rope, options)

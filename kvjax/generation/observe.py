@@ -74,15 +74,18 @@ def observers_of(
       layers: their transforms.
       size: of the new caches, if the prompt is complete; else None, and each layer reads alone.
     """
-    if size is None or any(reads_alone(layer, size) for layer in layers):
+    different = set(layers)
+    if size is None or len(different) == 1 or any(reads_alone(tx, size) for tx in different):
         return [None] * len(layers)
-    observers = list(map(Observe.of, layers))
-    alike = list(zip(blocks, attention, observers, strict=True))
+    observers = {tx: Observe.of(tx) for tx in different}
+    alike = [
+        (block, options, observers[tx])
+        for block, options, tx in zip(blocks, attention, layers, strict=True)
+    ]
     transforms: dict[Hashable, set[KVTransform]] = {}
-    for key, layer in zip(alike, layers, strict=True):
-        transforms.setdefault(key, set()).add(layer)
-    pairs = zip(alike, observers, strict=True)
-    return [observer if len(transforms[key]) > 1 else None for key, observer in pairs]
+    for key, transform in zip(alike, layers, strict=True):
+        transforms.setdefault(key, set()).add(transform)
+    return [key[-1] if len(transforms[key]) > 1 else None for key in alike]
 
 
 def compress_layer(
