@@ -182,5 +182,8 @@ def _read_for(cache: LayerCache, reading: Reading) -> Reading:
         queries = QueryWindow(last[:, :, -size:], position[:, -size:])
     if kv.slots <= kv.capacity:  # as `read` makes room: slots are sorted when they are cut
         kv = widen(kv, min(kv.capacity + kv.slots, kv.max_tokens))
+        more = ((0, 0), (0, 0), (0, kv.slots - seen.slots), (0, 0))  # slots of zeros, as there
+        k, v = (jnp.pad(kv.unfold(rows), more) for rows in (k, seen.v.read()))
+        kv = kv.replace(k=Dense(k), v=Dense(v))
     cache, options = dataclasses.replace(begun.cache, kv=kv), reading.options
     return Reading(cache, begun.stored, reading.rows, queries, reading.rope, options)
