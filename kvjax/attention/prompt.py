@@ -19,8 +19,9 @@ from kvjax.attention.call import (
     query_positions,
 )
 from kvjax.attention.layer import Cache, LayerCache, QueryWindow, Reading, kept_rope, map_parts
+from kvjax.cache.payload import Dense
 from kvjax.cache.rearrange import closed, compact, opened, widen
-from kvjax.cache.slots import append
+from kvjax.cache.slots import Column, append
 from kvjax.compose.chain import parts_of, state_of_parts, states_of_parts
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.decisions import decide
@@ -139,30 +140,52 @@ def read_for(transform: KVTransform, cache: Cache, reading: Reading) -> Reading 
       A reading, or for `HeadGroups` one of each group.
     """
     if not isinstance(transform, HeadGroups):
-        return _read_for(cache, reading, range(reading.kv.shape[1]))
+        return _read_for(cache, reading)
     groups = zip(transform.groups, cache, strict=True)
-    return tuple(_read_for(part, reading, heads) for (heads, _), part in groups)
+    return tuple(_read_for(part, _of_heads(reading, heads)) for (heads, _), part in groups)
 
 
-def _read_for(cache: LayerCache, reading: Reading, heads: Sequence[int]) -> Reading:
-    """`read_for` with some of the KV heads."""
+def _of_heads(reading: Reading, heads: Sequence[int]) -> Reading:
+    """Returns the reading of some KV heads, each with its query heads."""
+    kv, kv_heads, query = reading.kv, jnp.array(heads), query_heads(heads, reading.kv.group)
+    k, v = (Dense(payload.read()[:, kv_heads]) for payload in (kv.k, kv.v))
+    used, dropped = kv.used[:, kv_heads], kv.dropped[:, kv_heads]
+    kv = kv.map_slots(lambda x: x[:, kv_heads]).replace(k=k, v=v, used=used, dropped=dropped)
+    queries = reading.queries
+    if queries is not None:
+        queries = queries._replace(query=queries.query[:, query])
+    cache, options = dataclasses.replace(reading.cache, kv=kv), reading.options.of_heads(query)
+    return dataclasses.replace(reading, cache=cache, queries=queries, options=options)
+
+
+def _read_for(cache: LayerCache, reading: Reading) -> Reading:
+    """`read_for` with all heads of the reading, whose tokens are in the same slots in each."""
     begun, seen, needs = _begin(cache, empty=True), reading.kv, cache.transform.needs
-    query, kv = query_heads(heads, seen.group), begun.kv
-    k, v = (payload.read()[:, jnp.array(heads)] for payload in (seen.k, seen.v))
-    positions = jnp.where(seen.live[:, 0], seen.position[:, 0], -1)
+    kv, k = begun.kv, seen.k.read()
     if seen.unrotated_keys and not needs.unrotated_keys:
-        k = reading.rope.rotate(k, positions)
-    kv = widen(kv, min(kv.slots + seen.slots, kv.max_tokens))
-    kv, _ = append(kv, kv.unfold(k), kv.unfold(v), positions)
+        k = reading.rope.rotate(k, seen.position[:, 0])
+
+    def new_values(column: Column) -> Array:
+        shape = (*kv.shape[:2], seen.slots, *column.values.shape[3:])
+        return jnp.full(shape, column.fill, column.values.dtype)
+
+    names = ("position", "log_mass", "pinned", "used", "dropped")
+    kv = kv.replace(
+        k=Dense(kv.unfold(k)), v=Dense(kv.unfold(seen.v.read())), length=seen.length,
+        columns=kv.map_columns(new_values),
+        **{name: kv.unfold(getattr(seen, name)) for name in names},
+    )  # fmt: skip
     if needs.accumulated_attention:
-        mass = accumulated_attention(seen)[:, query]
-        kv = add_attention(kv, jnp.pad(mass, ((0, 0), (0, 0), (0, kv.slots - seen.slots))))
+        kv = add_attention(kv, accumulated_attention(seen))
     queries = begun.queries
     if queries is not None and reading.queries is not None:
         size = queries.position.shape[1]
         last, position = reading.queries
-        last = last[:, query, -size:].astype(queries.query.dtype)
-        queries = QueryWindow(last, position[:, -size:])
-    cache = dataclasses.replace(begun.cache, kv=kv)
-    options = reading.options.of_heads(query)
+        queries = QueryWindow(last[:, :, -size:], position[:, -size:])
+    if kv.slots <= kv.capacity:  # as `read` makes room: slots are sorted when they are cut
+        kv = widen(kv, min(kv.capacity + kv.slots, kv.max_tokens))
+        more = ((0, 0), (0, 0), (0, kv.slots - seen.slots), (0, 0))  # slots of zeros, as there
+        k, v = (jnp.pad(kv.unfold(rows), more) for rows in (k, seen.v.read()))
+        kv = kv.replace(k=Dense(k), v=Dense(v))
+    cache, options = dataclasses.replace(begun.cache, kv=kv), reading.options
     return Reading(cache, begun.stored, reading.rows, queries, reading.rope, options)

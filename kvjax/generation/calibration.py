@@ -20,9 +20,9 @@ from kvjax.compose.wrappers import PerLayer
 from kvjax.devices import automatic
 from kvjax.generation.compiler import Compiler
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.generation.new_caches import CacheSize
+from kvjax.generation.observe import Observe
 from kvjax.generation.prompt_checks import check_prompts
-from kvjax.generation.prompt_pass import CacheSize
-from kvjax.generation.read_once import Observe
 from kvjax.generation.turns import begin
 from kvjax.protocol import Full, KVTransform, Needs, check_transform
 from kvjax.transforms.chelsea.outlier_heads import OutlierHeads

@@ -17,7 +17,7 @@ from kvjax.cache.nbytes import nbytes
 from kvjax.compose.bind import bind
 from kvjax.devices import put, put_rows
 from kvjax.generation.fingerprints import Fingerprint
-from kvjax.generation.prompt_pass import CacheSize
+from kvjax.generation.new_caches import CacheSize
 from kvjax.protocol import Full, KVTransform
 
 

@@ -25,8 +25,9 @@ from kvjax.files import is_hidden
 from kvjax.generation.context import Context
 from kvjax.generation.fingerprints import Fingerprint, describe_tokenizer, differences
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.prompt_checks import check_same_model
-from kvjax.generation.prompt_pass import CacheSize, cache_shapes
+from kvjax.generation.prompt_pass import cache_shapes
 from kvjax.messages import quiet
 from kvjax.protocol import KVTransform
 from kvjax.registry import parse, unparse

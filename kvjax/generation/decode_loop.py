@@ -26,6 +26,7 @@ from kvjax.devices import by_rows, divided, mesh_of, put
 from kvjax.generation.compiler import Compiler
 from kvjax.generation.context import Context
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.prompt_checks import (
     Rows,
     as_rows,
@@ -34,7 +35,6 @@ from kvjax.generation.prompt_checks import (
     check_turn,
     end_token_array,
 )
-from kvjax.generation.prompt_pass import CacheSize
 from kvjax.generation.sampling import Numbers, Sampling, most_likely
 from kvjax.generation.steps import decode_step
 from kvjax.generation.turns import begin, compile_flush, flush_all, further

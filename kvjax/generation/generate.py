@@ -16,8 +16,8 @@ from kvjax.generation.context import Context
 from kvjax.generation.decode_loop import Generation, Writing
 from kvjax.generation.fingerprints import Fingerprint
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.prompt_checks import Rows, as_rows, bucket, check_prompts
-from kvjax.generation.prompt_pass import CacheSize
 from kvjax.generation.sampling import Sampling
 from kvjax.generation.turns import begin
 from kvjax.protocol import Full, KVTransform

@@ -21,7 +21,8 @@ from kvjax.compose.walks import map_methods
 from kvjax.devices import DATA, check_mesh
 from kvjax.generation.calibration import WithCalibration
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
-from kvjax.generation.prompt_pass import CacheSize, cache_shapes
+from kvjax.generation.new_caches import CacheSize
+from kvjax.generation.prompt_pass import cache_shapes
 from kvjax.protocol import KVTransform, check_transform
 from kvjax.storage.offload.payload import Offloaded
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration

@@ -2,100 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kvjax.attention.init_cache import init_cache
 from kvjax.attention.kept_tokens import kept_tokens
-from kvjax.attention.layer import Cache, layer_caches, map_parts
+from kvjax.attention.layer import Cache, layer_caches
 from kvjax.attention.parts import mesh_of_cache, placed
 from kvjax.attention.prompt import begin
 from kvjax.attention.rows import put_rows, take_rows
-from kvjax.budgets.layers import layers_of
-from kvjax.checks import floating
 from kvjax.compiled_code import compiled
 from kvjax.devices import by_rows, mesh_of
 from kvjax.generation.compiler import Compiler
 from kvjax.generation.groups import Group, joined
 from kvjax.generation.model import FunctionalModel
+from kvjax.generation.new_caches import CacheSize, new_cache, states_of, states_of_layers
+from kvjax.generation.observe import NO_STATES, compress_layer, observers_of
 from kvjax.generation.pruning import drops_tokens, pass_on, states_at
 from kvjax.protocol import AttentionOptions, KVTransform
-
-T = TypeVar("T")
-
-
-class CacheSize(NamedTuple):
-    """The sizes that caches are made for, which all layers share.
-
-    They are arguments of `init_cache`, and static in compiled code.
-    """
-
-    batch: int
-    kv_heads: int
-    query_heads: int
-    head_dim: int
-    max_prompt: int
-    max_new: int
-    dtype: str | None
-    mesh: Mesh | None = None
-    max_length: int | None = None
-
-    @classmethod
-    def of(
-        cls,
-        model: FunctionalModel,
-        batch: int,
-        max_prompt: int,
-        max_new: int,
-        dtype: DTypeLike | None,
-        tokens: int,
-    ) -> CacheSize:
-        """Returns the sizes of the caches of a model's layers, on the mesh of its parameters.
-
-        Args:
-          batch: rows.
-          max_prompt, max_new: most tokens of a row that are read and written. They may be padded.
-          dtype: of keys and values.
-          tokens: tokens of a row without padding, from which `max_length` follows: padding must
-            not change how a model treats a text.
-        """
-        return cls(
-            batch=batch,
-            kv_heads=model.kv_heads,
-            query_heads=model.query_heads,
-            head_dim=model.head_dim,
-            max_prompt=max_prompt,
-            max_new=max_new,
-            dtype=None if dtype is None else floating(dtype).name,
-            mesh=mesh_of(model.params),
-            max_length=None if model.length_class is None else model.length_class(tokens),
-        )
-
-    @property
-    def max_tokens(self) -> int:
-        """Most tokens of a row, prompt and new ones."""
-        return self.max_prompt + self.max_new
-
-    def cache(
-        self, transform: KVTransform, layer: int, attention: AttentionOptions | None = None
-    ) -> Cache:
-        """Makes the empty cache of one layer.
-
-        Args:
-          attention: options of the layer's attention; None: the default ones, where only the size
-            or the state of the cache matters.
-        """
-        options = {} if attention is None else attention.static
-        return init_cache(transform, layer=layer, **self._asdict(), **options)
 
 
 def read_prompt(
@@ -157,6 +87,8 @@ def _read_by_layer(
       The logits of each group, and the caches of all rows.
     """
     parts, mesh = model.parts, mesh_of(model.params)
+    attention = tuple(map(model.attention, range(len(layers))))
+    observers = observers_of(parts.blocks, attention, layers, sizes[0] if last else None)
     passing, new_caches = [], []  # passing: the states and positions that enter the next layer
     for group in groups:
         x = compiler.run(
@@ -165,22 +97,28 @@ def _read_by_layer(
         )  # fmt: skip
         passing.append((x, group.positions))
     for layer, layer_params in enumerate(parts.split(model.params)):
-        block, transform, attention = parts.blocks[layer], layers[layer], model.attention(layer)
+        block, transform, observer = parts.blocks[layer], layers[layer], observers[layer]
         group_caches, cache = [], start[0][layer]
         for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
             x, positions = passing[number]
             # Each group of an earlier turn's cache writes its rows into the same cache.
             states_or_cache = cache if size is None else start[number][layer]
             rows = group.rows if size is None else None
-            # Waiting bounds the memory: a layer that is queued has its arrays already.
-            *passing[number], cache = jax.block_until_ready(
-                compiler.run(
-                    f"the prompt pass of layer {layer + 1} of {len(layers)}",
-                    (block, transform, attention, x.shape), _read_layer,
-                    block, transform, size, attention, last, layer_params, x, positions,
-                    states_or_cache, rows,
-                )
+            reads, reads_into = (transform, size, attention[layer], last), states_or_cache
+            if observer is not None and size is not None:  # nothing is written after the prompt
+                reads = observer, size._replace(max_new=0), attention[layer], False
+                reads_into = NO_STATES
+            *passing[number], cache = compiler.run(
+                f"the prompt pass of layer {layer + 1} of {len(layers)}",
+                (block, reads, x.shape), _read_layer,
+                block, *reads, layer_params, x, positions, reads_into, rows,
             )  # fmt: skip
+            if observer is not None:
+                program = f"the compression of layer {layer + 1} of {len(layers)}"
+                settings = transform, size, attention[layer]
+                cache = compress_layer(program, *settings, states_or_cache, cache, compiler)
+            # Waiting bounds the memory: a layer that is queued has its arrays already.
+            cache = jax.block_until_ready(cache)
             group_caches.append(cache)
         new_caches.append(cache if sizes[0] is None else _together(groups, group_caches, compiler))
         if on_layer is not None:
@@ -268,37 +206,10 @@ def cache_shapes(
     for layer, (key, layer_params) in enumerate(zip(keys, parts.split(model.params), strict=True)):
         if key not in shapes:
             block, transform, options = key
-            states = jax.eval_shape(functools.partial(_states_of, transform, size, layer))
+            states = jax.eval_shape(functools.partial(states_of, transform, size, layer))
             read_layer = functools.partial(_read_layer, block, transform, size, options, True)
             shapes[key] = jax.eval_shape(read_layer, layer_params, x, positions, states)[2]
     return tuple(shapes[key] for key in keys)
-
-
-@compiled(static_argnums=(0, 1))
-def states_of_layers(layers: tuple[KVTransform, ...], size: CacheSize) -> tuple:
-    """Returns the states of all layers' transforms for empty caches.
-
-    They are all that differs between the empty caches of layers that are alike.
-    """
-    return tuple(_states_of(transform, size, layer) for layer, transform in enumerate(layers))
-
-
-def _states_of(transform: KVTransform, size: CacheSize, layer: int) -> tuple:
-    """Returns the state of one layer's transform, for each of its head groups."""
-    cache = placed(size.cache(transform, layer))
-    return tuple(part.state for part in layer_caches(cache))
-
-
-def new_cache(
-    transform: KVTransform, size: CacheSize, attention: AttentionOptions, states: tuple
-) -> Cache:
-    """Makes an empty cache with these states, equal in all else for layers that are alike."""
-    # Any layer that the transform is for will do, since its own state is replaced. It must be one
-    # of those where the transform is bound to some.
-    bound = layers_of(transform)
-    cache = size.cache(transform, 0 if bound is None else bound[0], attention)
-    next_state = iter(states)
-    return map_parts(lambda part: dataclasses.replace(part, state=next(next_state)), cache)
 
 
 @compiled(static_argnums=(0, 1))

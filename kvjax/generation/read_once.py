@@ -5,39 +5,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import jax
 from jax.typing import DTypeLike
 
-from kvjax.attention.layer import Cache, Reading, map_parts
-from kvjax.attention.prompt import compress, read_for
-from kvjax.compiled_code import compiled
+from kvjax.attention.layer import Cache, Reading
 from kvjax.compose.bind import bind
-from kvjax.compose.wrappers import by_head_groups
 from kvjax.devices import automatic
 from kvjax.generation.compiler import Compiler
 from kvjax.generation.context import Context
 from kvjax.generation.fingerprints import Fingerprint
 from kvjax.generation.generate import read, size_to_read
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.generation.new_caches import CacheSize, states_of_layers
+from kvjax.generation.observe import Observe, compress_layer, reads_alone
 from kvjax.generation.prompt_checks import as_rows
-from kvjax.generation.prompt_pass import CacheSize, new_cache, states_of_layers
 from kvjax.generation.turns import begin
-from kvjax.protocol import AttentionOptions, Extent, KVTransform, Needs
-
-
-@dataclass(frozen=True)
-class Observe(KVTransform):
-    """The full cache, whose readings hold what other methods need of a prompt.
-
-    Args:
-      wanted: the needs of those methods.
-    """
-
-    wanted: Needs
-
-    needs = property(lambda self: self.wanted)
+from kvjax.protocol import KVTransform, Needs
 
 
 class ReadOnce:
@@ -137,21 +121,12 @@ class ReadOnce:
 
     def _needs(self, transform: KVTransform) -> Needs:
         """Returns what all layers of a method need of a prompt's attention."""
-        parts = [part for layer in self._bind(transform) for part in by_head_groups(layer)]
-        needs = functools.reduce(Needs.union, (part.needs for part in parts))
-        return Needs(  # without what decode steps need
-            accumulated_attention=needs.accumulated_attention,
-            query_window=needs.query_window,
-            query_share=needs.query_share,
-            unrotated_keys=needs.unrotated_keys,
-        )
+        needs = (Observe.of(layer).wanted for layer in self._bind(transform))
+        return functools.reduce(Needs.union, needs)
 
     def _reads_alone(self, transform: KVTransform) -> bool:
         """Returns whether a method needs a prompt pass of its own: see the class."""
-        extent = Extent(self._size.max_prompt, self._size.max_new)
-        parts = [part for layer in self._bind(transform) for part in by_head_groups(layer)]
-        drops = any(part.extent(extent).passed is not None for part in parts)
-        return drops or self._size.mesh is not None
+        return any(reads_alone(layer, self._size) for layer in self._bind(transform))
 
 
 def _compressed(
@@ -163,25 +138,11 @@ def _compressed(
 ) -> tuple[Cache, ...]:
     """Compresses the readings of all layers; layers that are alike share compiled code."""
     states = compiler.run("the caches", ("states", layers), states_of_layers, layers, size)
-    caches = []
-    for layer, (transform, reading) in enumerate(zip(layers, readings, strict=True)):
-        attention = model.attention(layer)
-        cache = compiler.run(
-            "the compression of a layer", (transform, attention), _compress,
-            transform, size, attention, states[layer], reading,
-        )  # fmt: skip
-        caches.append(cache)
+    caches = [
+        compress_layer(
+            "the compression of a layer", transform, size, model.attention(layer), states[layer],
+            reading, compiler,
+        )
+        for layer, (transform, reading) in enumerate(zip(layers, readings, strict=True))
+    ]  # fmt: skip
     return tuple(jax.block_until_ready(caches))
-
-
-@compiled(static_argnums=(0, 1, 2), donate_argnums=3)
-def _compress(
-    transform: KVTransform,
-    size: CacheSize,
-    attention: AttentionOptions,
-    states: tuple,
-    reading: Reading,
-) -> Cache:
-    """Makes one layer's cache of its reading."""
-    cache = new_cache(transform, size, attention, states)
-    return map_parts(compress, read_for(transform, cache, reading))

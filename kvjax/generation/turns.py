@@ -18,8 +18,9 @@ from kvjax.generation.compiler import Compiler
 from kvjax.generation.context import Context
 from kvjax.generation.groups import grouped
 from kvjax.generation.model import FunctionalModel
+from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.prompt_checks import Rows, bucket
-from kvjax.generation.prompt_pass import CacheSize, read_prompt
+from kvjax.generation.prompt_pass import read_prompt
 from kvjax.protocol import KVTransform
 
 # One layer at a time, so that layers whose caches are alike share the compiled code.

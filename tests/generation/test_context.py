@@ -12,8 +12,8 @@ import kvjax
 from kvjax.attention.layer import layer_caches
 from kvjax.budgets.layers import layers_of
 from kvjax.cache.nbytes import nbytes
-from kvjax.generation import prompt_pass
-from kvjax.generation.prompt_pass import CacheSize
+from kvjax.generation import new_caches, prompt_pass
+from kvjax.generation.new_caches import CacheSize
 from kvjax.models import random_decoder
 from kvjax.protocol import AttentionOptions
 from kvjax.storage.offload.payload import HOST_MEMORY, memory_kinds
@@ -204,9 +204,9 @@ def test_layers_that_are_alike_differ_in_their_states_alone(name):
 
     @jax.jit
     def both():
-        states = prompt_pass.states_of_layers(layers, size)
+        states = new_caches.states_of_layers(layers, size)
         made = [
-            prompt_pass.new_cache(one, size, OPTIONS, own)
+            new_caches.new_cache(one, size, OPTIONS, own)
             for one, own in zip(layers, states, strict=True)
         ]
         given = [size.cache(one, layer, OPTIONS) for layer, one in enumerate(layers)]

@@ -19,7 +19,8 @@ from kvjax.compose.wrappers import Everywhere, by_head_groups
 from kvjax.generation.compiler import Compiler
 from kvjax.generation.context import Context
 from kvjax.generation.model import FunctionalModel
-from kvjax.generation.read_once import Observe, ReadOnce
+from kvjax.generation.observe import Observe
+from kvjax.generation.read_once import ReadOnce
 from kvjax.generation.steps import decode_step
 from kvjax.generation.turns import further
 from kvjax.protocol import AttentionOptions, KVTransform, Needs

@@ -1,0 +1,111 @@
+"""Makes the empty caches of a model's layers, from their sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from kvjax.attention.init_cache import init_cache
+from kvjax.attention.layer import Cache, layer_caches, map_parts
+from kvjax.attention.parts import placed
+from kvjax.budgets.layers import layers_of
+from kvjax.checks import floating
+from kvjax.compiled_code import compiled
+from kvjax.devices import mesh_of
+from kvjax.generation.model import FunctionalModel
+from kvjax.protocol import AttentionOptions, KVTransform
+
+
+class CacheSize(NamedTuple):
+    """The sizes that caches are made for, which all layers share.
+
+    They are arguments of `init_cache`, and static in compiled code.
+    """
+
+    batch: int
+    kv_heads: int
+    query_heads: int
+    head_dim: int
+    max_prompt: int
+    max_new: int
+    dtype: str | None
+    mesh: Mesh | None = None
+    max_length: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: FunctionalModel,
+        batch: int,
+        max_prompt: int,
+        max_new: int,
+        dtype: DTypeLike | None,
+        tokens: int,
+    ) -> CacheSize:
+        """Returns the sizes of the caches of a model's layers, on the mesh of its parameters.
+
+        Args:
+          batch: rows.
+          max_prompt, max_new: most tokens of a row that are read and written. They may be padded.
+          dtype: of keys and values.
+          tokens: tokens of a row without padding, from which `max_length` follows: padding must
+            not change how a model treats a text.
+        """
+        return cls(
+            batch=batch,
+            kv_heads=model.kv_heads,
+            query_heads=model.query_heads,
+            head_dim=model.head_dim,
+            max_prompt=max_prompt,
+            max_new=max_new,
+            dtype=None if dtype is None else floating(dtype).name,
+            mesh=mesh_of(model.params),
+            max_length=None if model.length_class is None else model.length_class(tokens),
+        )
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of a row, prompt and new ones."""
+        return self.max_prompt + self.max_new
+
+    def cache(
+        self, transform: KVTransform, layer: int, attention: AttentionOptions | None = None
+    ) -> Cache:
+        """Makes the empty cache of one layer.
+
+        Args:
+          attention: options of the layer's attention; None: the default ones, where only the size
+            or the state of the cache matters.
+        """
+        options = {} if attention is None else attention.static
+        return init_cache(transform, layer=layer, **self._asdict(), **options)
+
+
+@compiled(static_argnums=(0, 1))
+def states_of_layers(layers: tuple[KVTransform, ...], size: CacheSize) -> tuple:
+    """Returns the states of all layers' transforms for empty caches.
+
+    They are all that differs between the empty caches of layers that are alike.
+    """
+    return tuple(states_of(transform, size, layer) for layer, transform in enumerate(layers))
+
+
+def states_of(transform: KVTransform, size: CacheSize, layer: int) -> tuple:
+    """Returns the state of one layer's transform, for each of its head groups."""
+    cache = placed(size.cache(transform, layer))
+    return tuple(part.state for part in layer_caches(cache))
+
+
+def new_cache(
+    transform: KVTransform, size: CacheSize, attention: AttentionOptions, states: tuple
+) -> Cache:
+    """Makes an empty cache with these states, equal in all else for layers that are alike."""
+    # Any layer that the transform is for will do, since its own state is replaced. It must be one
+    # of those where the transform is bound to some.
+    bound = layers_of(transform)
+    cache = size.cache(transform, 0 if bound is None else bound[0], attention)
+    next_state = iter(states)
+    return map_parts(lambda part: dataclasses.replace(part, state=next(next_state)), cache)
