@@ -52,6 +52,7 @@ def reads_alone(layer: KVTransform, size: CacheSize) -> bool:
     return drops or size.mesh is not None
 
 
+FEWEST = 3  # transforms of layers that are alike, from which on they share a program that reads
 NO_STATES = ((),)  # the state of `Observe`, as `states_of` returns it
 
 
@@ -67,7 +68,8 @@ def observers_of(
     capacity. Then one program reads the prompt in all of them, and a smaller one for each transform
     compresses what has been read. A program that does both has the layer's whole computation in it,
     which would be compiled once more for each transform. It is used where layers that are alike
-    have one transform: it is faster then, and compiles no longer.
+    have one transform or two (ClusterKV's first layers keep all): it is a little faster, and two of
+    it compile about as fast as one that reads and two that compress.
 
     Args:
       blocks, attention: of the layers, as in `FunctionalModel`.
@@ -75,7 +77,7 @@ def observers_of(
       size: of the new caches, if the prompt is complete; else None, and each layer reads alone.
     """
     different = set(layers)
-    if size is None or len(different) == 1 or any(reads_alone(tx, size) for tx in different):
+    if size is None or len(different) < FEWEST or any(reads_alone(tx, size) for tx in different):
         return [None] * len(layers)
     observers = {tx: Observe.of(tx) for tx in different}
     alike = [
@@ -85,7 +87,7 @@ def observers_of(
     transforms: dict[Hashable, set[KVTransform]] = {}
     for key, transform in zip(alike, layers, strict=True):
         transforms.setdefault(key, set()).add(transform)
-    return [key[-1] if len(transforms[key]) > 1 else None for key in alike]
+    return [key[-1] if len(transforms[key]) >= FEWEST else None for key in alike]
 
 
 def compress_layer(

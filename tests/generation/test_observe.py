@@ -43,6 +43,7 @@ def programs() -> tuple[int, int]:
 
 @pytest.mark.parametrize("name", some_slow(LAYERED, "pyramidkv", "head groups"))
 def test_a_shared_reading_gives_the_caches_that_each_layer_reads_alone(name, monkeypatch):
+    monkeypatch.setattr(observe, "FEWEST", 2)
     transform, before = LAYERED[name], programs()
     shared = read(transform)
     assert programs()[1] > before[1]
@@ -69,9 +70,12 @@ def test_one_program_reads_and_one_for_each_capacity_compresses():
     assert programs() == (before[0] + 2, before[1] + LAYERS)
 
 
-def test_a_method_that_drops_hidden_states_reads_alone():
+@pytest.mark.parametrize(
+    "transform", [kvjax.PyramidInfer(ratio=0.3, context=6), LAYERED["full layers"]], ids=repr
+)
+def test_what_drops_hidden_states_and_two_transforms_read_alone(transform):
     before = programs()
-    read(kvjax.PyramidInfer(ratio=0.3, context=6))
+    read(transform)
     assert programs()[1] == before[1]
 
 
