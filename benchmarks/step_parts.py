@@ -10,9 +10,9 @@ and `traced_step` with it.
 
 `compiling`: processor seconds of tracing, lowering and compiling all programs of a first call, the
 median of `--rounds` calls without anything compiled before, and how many kernels the programs have:
-`prompt` are the layers that read a prompt, `loop` is the decode loop, `other` the rest. `programs`
-counts the programs. They are of the bundled model and of `--model`. `elapsed` is the time that a
-user waits for all of them.
+`prompt` are the layers that read and compress a prompt, `loop` is the decode loop, `other` the
+rest. `programs` counts the programs. They are of the bundled model and of `--model`. `elapsed` is
+the time that a user waits for all of them.
 """
 
 from __future__ import annotations
@@ -75,10 +75,9 @@ class Program:
     @property
     def group(self) -> str:
         """Which programs it is counted with."""
-        named = {"the decode loop": "loop"}
-        return (
-            "prompt" if self.name.startswith("the prompt pass") else named.get(self.name, "other")
-        )
+        if self.name.startswith(("the prompt pass", "the compression")):
+            return "prompt"
+        return "loop" if self.name == "the decode loop" else "other"
 
     def kernels(self) -> dict[str, str]:
         """Name of every kernel → the part of a step that it belongs to."""

@@ -27,8 +27,9 @@ from kvjax.attention.layer import (
     kept_rope,
     map_parts,
 )
+from kvjax.cache.payload import Dense
 from kvjax.cache.rearrange import closed, compact, opened, widen
-from kvjax.cache.slots import append
+from kvjax.cache.slots import Column, append
 from kvjax.compose.chain import parts_of, state_of_parts, states_of_parts
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.decisions import decide
@@ -215,41 +216,64 @@ def read_for(transform: KVTransform, cache: Cache, reading: Reading) -> Reading 
       A reading, or for `HeadGroups` one of each group.
     """
     if not isinstance(transform, HeadGroups):
-        return _read_for(cache, reading, range(reading.kv.shape[1]))
+        return _read_for(cache, reading)
     groups = zip(cache, transform.heads_in(cache), strict=True)
-    return tuple(_read_for(part, reading, heads) for part, heads in groups)
+    return tuple(_read_for(part, _of_heads(reading, heads)) for part, heads in groups)
 
 
-def _read_for(cache: LayerCache, reading: Reading, heads: Heads) -> Reading:
-    """`read_for` with some of the KV heads."""
+def _of_heads(reading: Reading, heads: Heads) -> Reading:
+    """Returns the reading of some KV heads, each with its query heads."""
+    kv, kv_heads, query = reading.kv, jnp.asarray(heads), query_heads(heads, reading.kv.group)
+    k, v = (Dense(payload.read()[:, kv_heads]) for payload in (kv.k, kv.v))
+    used, dropped = kv.used[:, kv_heads], kv.dropped[:, kv_heads]
+    kv = kv.map_slots(lambda x: x[:, kv_heads]).replace(k=k, v=v, used=used, dropped=dropped)
+    queries, repetition, sample = reading.queries, reading.repetition, reading.sample
+    if queries is not None:
+        queries = queries._replace(query=queries.query[:, query])
+    if repetition is not None:
+        repetition = repetition[:, kv_heads]
+    if sample is not None:
+        sample = sample._replace(query=sample.query[:, query])
+    cache, options = dataclasses.replace(reading.cache, kv=kv), reading.options.of_heads(query)
+    return dataclasses.replace(
+        reading, cache=cache, queries=queries, repetition=repetition, sample=sample, options=options
+    )
+
+
+def _read_for(cache: LayerCache, reading: Reading) -> Reading:
+    """`read_for` with all heads of the reading, whose tokens are in the same slots in each."""
     begun, seen, needs = _begin(cache, empty=True), reading.kv, cache.transform.needs
-    query, kv = query_heads(heads, seen.group), begun.kv
-    k, v = (payload.read()[:, jnp.asarray(heads)] for payload in (seen.k, seen.v))
-    positions = jnp.where(seen.live[:, 0], seen.position[:, 0], -1)
+    kv, k = begun.kv, seen.k.read()
     if seen.unrotated_keys and not needs.unrotated_keys:
-        k = reading.rope.rotate(k, positions)
-    kv = widen(kv, min(kv.slots + seen.slots, kv.max_tokens))
-    kv, _ = append(kv, kv.unfold(k), kv.unfold(v), positions)
+        k = reading.rope.rotate(k, seen.position[:, 0])
+
+    def new_values(column: Column) -> Array:
+        shape = (*kv.shape[:2], seen.slots, *column.values.shape[3:])
+        return jnp.full(shape, column.fill, column.values.dtype)
+
+    names = ("position", "log_mass", "pinned", "used", "dropped")
+    kv = kv.replace(
+        k=Dense(kv.unfold(k)), v=Dense(kv.unfold(seen.v.read())), length=seen.length,
+        columns=kv.map_columns(new_values),
+        **{name: kv.unfold(getattr(seen, name)) for name in names},
+    )  # fmt: skip
     if needs.accumulated_attention:
-        mass = accumulated_attention(seen)[:, query]
-        kv = add_attention(kv, jnp.pad(mass, ((0, 0), (0, 0), (0, kv.slots - seen.slots))))
+        kv = add_attention(kv, accumulated_attention(seen))
     queries = begun.queries
     if queries is not None and reading.queries is not None:
         size = queries.position.shape[1]
         last, position = reading.queries
-        last = last[:, query, -size:].astype(queries.query.dtype)
-        queries = QueryWindow(last, position[:, -size:])
+        queries = QueryWindow(last[:, :, -size:], position[:, -size:])
+    if kv.slots <= kv.capacity:  # as `read` makes room: slots are sorted when they are cut
+        kv = widen(kv, min(kv.capacity + kv.slots, kv.max_tokens))
+        more = ((0, 0), (0, 0), (0, kv.slots - seen.slots), (0, 0))  # slots of zeros, as there
+        k, v = (jnp.pad(kv.unfold(rows), more) for rows in (k, seen.v.read()))
+        kv = kv.replace(k=Dense(k), v=Dense(v))
     repetition = reading.repetition
-    if repetition is not None:  # slots are in the order in which their tokens were appended
-        repetition = jnp.pad(
-            repetition[:, jnp.asarray(heads)], ((0, 0), (0, 0), (0, kv.slots - seen.slots))
-        )
-    sample = reading.sample if needs.repetition_queries else None
-    if sample is not None:
-        sample = sample._replace(query=sample.query[:, query])
+    if repetition is not None:
+        repetition = jnp.pad(repetition, ((0, 0), (0, 0), (0, kv.slots - seen.slots)))
     return dataclasses.replace(
         begun, cache=dataclasses.replace(begun.cache, kv=kv), rows=reading.rows, queries=queries,
-        repetition=repetition, sample=sample, rope=reading.rope,
-        options=reading.options.of_heads(query),
-        begun=True,
+        repetition=repetition, sample=reading.sample if needs.repetition_queries else None,
+        rope=reading.rope, options=reading.options, begun=True,
     )  # fmt: skip

@@ -21,7 +21,8 @@ from kvjax.devices import automatic
 from kvjax.generation.compiler import Compiler
 from kvjax.generation.head_profiles import OnMade, with_profiles
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
-from kvjax.generation.new_caches import CacheSize, Observe
+from kvjax.generation.new_caches import CacheSize
+from kvjax.generation.observe import Observe
 from kvjax.generation.prompt_checks import check_prompts
 from kvjax.generation.repetition import Repetition
 from kvjax.generation.turns import begin

@@ -1,26 +1,22 @@
-"""Empty caches of a model's layers, and caches that are made of one reading of a prompt."""
+"""Makes the empty caches of a model's layers, from their sizes."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from kvjax.attention.init_cache import init_cache
-from kvjax.attention.layer import Cache, LayerCache, Reading, layer_caches, map_parts
+from kvjax.attention.layer import Cache, LayerCache, layer_caches, map_parts
 from kvjax.attention.parts import placed
-from kvjax.attention.prompt import compress, read_for
 from kvjax.budgets.layers import layers_of
 from kvjax.checks import floating
 from kvjax.compiled_code import compiled
-from kvjax.compose.wrappers import by_head_groups
 from kvjax.devices import mesh_of
 from kvjax.generation.model import FunctionalModel
-from kvjax.protocol import AttentionOptions, KVTransform, Needs
+from kvjax.protocol import AttentionOptions, KVTransform
 
 
 class CacheSize(NamedTuple):
@@ -118,41 +114,3 @@ def new_cache(
         return dataclasses.replace(part, state=state, heads=heads)
 
     return map_parts(with_state, cache)
-
-
-@dataclass(frozen=True)
-class Observe(KVTransform):
-    """The full cache, whose readings hold what other methods need of a prompt.
-
-    Args:
-      wanted: the needs of those methods.
-    """
-
-    wanted: Needs
-
-    needs = property(lambda self: self.wanted)
-
-
-def needs_of_prompt(layer: KVTransform) -> Needs:
-    """Returns what all head groups of a layer need of a prompt's attention."""
-    needs = functools.reduce(Needs.union, (part.needs for part in by_head_groups(layer)))
-    return Needs(  # without what decode steps need
-        accumulated_attention=needs.accumulated_attention,
-        query_window=needs.query_window,
-        query_share=needs.query_share,
-        repetition=needs.repetition,
-        unrotated_keys=needs.unrotated_keys,
-    )
-
-
-@compiled(static_argnums=(0, 1, 2), donate_argnums=3)
-def compress_for(
-    transform: KVTransform,
-    size: CacheSize,
-    attention: AttentionOptions,
-    states: tuple,
-    reading: Reading,
-) -> Cache:
-    """Makes one layer's cache of a reading of its prompt that `Observe` has made."""
-    cache = new_cache(transform, size, attention, states)
-    return map_parts(compress, read_for(transform, cache, reading))

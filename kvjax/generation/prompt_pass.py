@@ -19,20 +19,12 @@ from kvjax.attention.parts import mesh_of_cache, placed
 from kvjax.attention.prompt import begin, with_repetition
 from kvjax.attention.rows import put_rows, take_rows
 from kvjax.compiled_code import compiled
-from kvjax.compose.wrappers import HeadGroups
 from kvjax.devices import by_rows, mesh_of
 from kvjax.generation.compiler import Compiler
 from kvjax.generation.groups import Group, joined
 from kvjax.generation.model import FunctionalModel
-from kvjax.generation.new_caches import (
-    CacheSize,
-    Observe,
-    compress_for,
-    needs_of_prompt,
-    new_cache,
-    states_of,
-    states_of_layers,
-)
+from kvjax.generation.new_caches import CacheSize, new_cache, states_of, states_of_layers
+from kvjax.generation.observe import NO_STATES, compress_layer, observers_of
 from kvjax.generation.pruning import drops_tokens, pass_on, states_at
 from kvjax.generation.repetition import Pieces
 from kvjax.protocol import AttentionOptions, KVTransform
@@ -105,6 +97,8 @@ def _read_by_layer(
       The logits of each group, and the caches of all rows.
     """
     parts, mesh = model.parts, mesh_of(model.params)
+    attention = tuple(map(model.attention, range(len(layers))))
+    observers = observers_of(parts.blocks, attention, layers, sizes[0] if last else None)
     # What enters the next layer: the states of a prompt, their positions, and its repetition's.
     passing, new_caches = [], []
     for group, pieces in zip(groups, repetitions, strict=True):
@@ -117,7 +111,7 @@ def _read_by_layer(
         ]  # fmt: skip
         passing.append((states[0], group.positions, states[1]))
     for layer, layer_params in enumerate(parts.split(model.params)):
-        block, transform, attention = parts.blocks[layer], layers[layer], model.attention(layer)
+        block, transform, observer = parts.blocks[layer], layers[layer], observers[layer]
         group_caches, cache = [], start[0][layer]
         for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
             x, positions, x_repeated = passing[number]
@@ -127,29 +121,21 @@ def _read_by_layer(
             # Each group of an earlier turn's cache writes its rows into the same cache.
             states_or_cache = cache if size is None else start[number][layer]
             rows = group.rows if size is None else None
-            # Head groups of a first prompt share its pass, which is compiled once for all layers.
-            reads = transform
-            if size is not None and last and mesh is None and isinstance(transform, HeadGroups):
-                reads = Observe(needs_of_prompt(transform))
-            together = reads is not transform
-            # Waiting bounds the memory: a layer that is queued has its arrays already.
-            *passing[number], cache = jax.block_until_ready(
-                compiler.run(
-                    f"the prompt pass of layer {layer + 1} of {len(layers)}",
-                    (block, reads, attention, x.shape, repeated is None), _read_layer,
-                    block, reads, size._replace(max_new=0) if together else size, attention,
-                    last and not together, layer_params, x, positions,
-                    (((), None),) if together else states_or_cache, rows, repeated,
-                )
+            reads, reads_into = (transform, size, attention[layer], last), states_or_cache
+            if observer is not None and size is not None:  # nothing is written after the prompt
+                reads = observer, size._replace(max_new=0), attention[layer], False
+                reads_into = NO_STATES
+            *passing[number], cache = compiler.run(
+                f"the prompt pass of layer {layer + 1} of {len(layers)}",
+                (block, reads, x.shape, repeated is None), _read_layer,
+                block, *reads, layer_params, x, positions, reads_into, rows, repeated,
             )  # fmt: skip
-            if together:
-                cache = jax.block_until_ready(
-                    compiler.run(
-                        f"the compression of layer {layer + 1} of {len(layers)}",
-                        (transform, attention, x.shape), compress_for,
-                        transform, size, attention, states_or_cache, cache,
-                    )
-                )  # fmt: skip
+            if observer is not None:
+                program = f"the compression of layer {layer + 1} of {len(layers)}"
+                settings = transform, size, attention[layer]
+                cache = compress_layer(program, *settings, states_or_cache, cache, compiler)
+            # Waiting bounds the memory: a layer that is queued has its arrays already.
+            cache = jax.block_until_ready(cache)
             group_caches.append(cache)
         new_caches.append(cache if sizes[0] is None else _together(groups, group_caches, compiler))
         if on_layer is not None:

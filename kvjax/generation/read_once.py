@@ -11,23 +11,17 @@ from jax.typing import DTypeLike
 
 from kvjax.attention.layer import Cache, Reading
 from kvjax.compose.bind import bind
-from kvjax.compose.wrappers import by_head_groups
 from kvjax.devices import automatic
 from kvjax.generation.compiler import Compiler
 from kvjax.generation.context import Context
 from kvjax.generation.fingerprints import Fingerprint
 from kvjax.generation.generate import read, size_to_read
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
-from kvjax.generation.new_caches import (
-    CacheSize,
-    Observe,
-    compress_for,
-    needs_of_prompt,
-    states_of_layers,
-)
+from kvjax.generation.new_caches import CacheSize, states_of_layers
+from kvjax.generation.observe import Observe, compress_layer, reads_alone
 from kvjax.generation.prompt_checks import as_rows
 from kvjax.generation.turns import begin
-from kvjax.protocol import Extent, KVTransform, Needs
+from kvjax.protocol import KVTransform, Needs
 
 
 class ReadOnce:
@@ -127,14 +121,12 @@ class ReadOnce:
 
     def _needs(self, transform: KVTransform) -> Needs:
         """Returns what all layers of a method need of a prompt's attention."""
-        return functools.reduce(Needs.union, map(needs_of_prompt, self._bind(transform)))
+        needs = (Observe.of(layer).wanted for layer in self._bind(transform))
+        return functools.reduce(Needs.union, needs)
 
     def _reads_alone(self, transform: KVTransform) -> bool:
         """Returns whether a method needs a prompt pass of its own: see the class."""
-        extent = Extent(self._size.max_prompt, self._size.max_new)
-        parts = [part for layer in self._bind(transform) for part in by_head_groups(layer)]
-        drops = any(part.extent(extent).passed is not None for part in parts)
-        return drops or self._size.mesh is not None
+        return any(reads_alone(layer, self._size) for layer in self._bind(transform))
 
 
 def _compressed(
@@ -146,12 +138,11 @@ def _compressed(
 ) -> tuple[Cache, ...]:
     """Compresses the readings of all layers; layers that are alike share compiled code."""
     states = compiler.run("the caches", ("states", layers), states_of_layers, layers, size)
-    caches = []
-    for layer, (transform, reading) in enumerate(zip(layers, readings, strict=True)):
-        attention = model.attention(layer)
-        cache = compiler.run(
-            "the compression of a layer", (transform, attention), compress_for,
-            transform, size, attention, states[layer], reading,
-        )  # fmt: skip
-        caches.append(cache)
+    caches = [
+        compress_layer(
+            "the compression of a layer", transform, size, model.attention(layer), states[layer],
+            reading, compiler,
+        )
+        for layer, (transform, reading) in enumerate(zip(layers, readings, strict=True))
+    ]  # fmt: skip
     return tuple(jax.block_until_ready(caches))

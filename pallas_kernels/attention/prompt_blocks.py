@@ -11,7 +11,7 @@ waits for the device before each block.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from pallas_kernels.base.mixing import as_weights, unscaled
 from pallas_kernels.base.rows import block_of, counted_rows, entry_of, put_block
 from pallas_kernels.base.seen_blocks import hull, meets, sees_all
 from pallas_kernels.base.varying import varying
+
+T = TypeVar("T")
 
 # The fastest sizes on CPU of those tried (2 cores, float32, 2,048 tokens). Few heads want large
 # tiles, for the products: 9 heads of 64 channels take 53 ms with 128 queries and 256 slots, 49 with
@@ -66,11 +68,9 @@ def attention_by_blocks(
             k_j, v_j = blocks.keys(j, k, v)
             logits = capped(products(q_i, k_j) * to_product, soft_cap)
 
-            def mask(_, logits_and_values):
-                logits, v_j = logits_and_values
-                return blocks.masked(i, j, logits), blocks.live(j, v_j)
-
-            logits, v_j = jax.lax.fori_loop(0, blocks.masks(i, j), mask, (logits, v_j))
+            logits, v_j = blocks.where_masked(
+                i, j, lambda x: (blocks.masked(i, j, x[0]), blocks.live(j, x[1])), (logits, v_j)
+            )
             new_top = jnp.maximum(top, logits.max(-1))
             finite = finite_or_zero(new_top)
             weights = jnp.exp(logits - finite[..., None])
@@ -133,9 +133,7 @@ def attention_and_sums_by_blocks(
             top, held = carry
             (k_j,) = blocks.keys(j, k)
             logits = capped(products(q_i, k_j) * to_product, soft_cap)
-            logits = jax.lax.fori_loop(
-                0, blocks.masks(i, j), lambda _, x: blocks.masked(i, j, x), logits
-            )
+            logits = blocks.where_masked(i, j, lambda x: blocks.masked(i, j, x), logits)
             return jnp.maximum(top, logits.max(-1)), put_block(held, logits[None], j, 0)
 
         top, held = jax.lax.fori_loop(*seen, score, (sink, held))
@@ -145,7 +143,7 @@ def attention_and_sums_by_blocks(
             total, acc, held = carry
             weights = jnp.exp(entry_of(held, j) - finite[..., None])
             (v_j,) = blocks.keys(j, v)
-            v_j = jax.lax.fori_loop(0, blocks.masks(i, j), lambda _, x: blocks.live(j, x), v_j)
+            v_j = blocks.where_masked(i, j, lambda x: blocks.live(j, x), v_j)
             acc += jnp.einsum(
                 "bhqk,bhkd->bhqd", as_weights(weights, v.dtype), v_j,
                 preferred_element_type=jnp.float32,
@@ -225,9 +223,7 @@ def _over_queries(
             q_i = blocks.queries(i, q).astype(k.dtype) * to_query
             logits = capped(products(q_i, k_j) * to_product, soft_cap)
 
-            logits = jax.lax.fori_loop(
-                0, blocks.masks(i, j), lambda _, x: blocks.masked(i, j, x), logits
-            )
+            logits = blocks.where_masked(i, j, lambda x: blocks.masked(i, j, x), logits)
             log_p = logits - finite_or_zero(blocks.queries(i, lse))[..., None]
             return add(numbers, log_p.reshape(*q.shape[:3], -1, blocks.key_size))
 
@@ -312,16 +308,17 @@ class _Blocks(NamedTuple):
             live_slots(*self.keys(j, self.bias, self.key_position))[..., None], values, 0
         )
 
-    def masks(self, i, j):
-        """Returns how many times logits have to be masked: the length of a loop, 0 or 1.
+    def where_masked(self, i, j, mask: Callable[[T], T], x: T) -> T:
+        """Returns `mask(x)` if queries i do not see slots j as they are, else x.
 
-        A condition in its place was a little slower on CPU (58 ms, not 57, in one run). Where all
-        queries are one block, it would save little and takes longer to compile; elsewhere than on
-        CPUs the host would wait for that length. There all blocks are masked.
+        It is a loop of 0 or 1 times: a condition was a little slower on CPU (58 ms, not 57, in one
+        run). Where all queries are one block, it would save little and takes longer to compile;
+        elsewhere than on CPUs the host would wait for its length. There all blocks are masked.
         """
         if self.num_query == 1 or jax.default_backend() != "cpu":
-            return 1
-        return entry_of(entry_of(self.is_masked, i), j)
+            return mask(x)
+        times = entry_of(entry_of(self.is_masked, i), j)
+        return jax.lax.fori_loop(0, times, lambda _, x: mask(x), x)
 
     def keys_of_query(self, i):
         return hull(entry_of(self.met, i), 0)

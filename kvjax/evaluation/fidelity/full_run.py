@@ -19,7 +19,7 @@ from kvjax.compose.wrappers import Everywhere, by_head_groups
 from kvjax.generation.compiler import Compiler
 from kvjax.generation.context import Context
 from kvjax.generation.model import FunctionalModel
-from kvjax.generation.new_caches import Observe
+from kvjax.generation.observe import Observe
 from kvjax.generation.read_once import ReadOnce
 from kvjax.generation.steps import decode_step
 from kvjax.generation.turns import further

@@ -1,0 +1,98 @@
+"""Layers that differ in their transforms alone share the program that reads a prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import pytest
+
+import kvjax
+from kvjax.generation import observe, prompt_pass
+from kvjax.models import random_decoder
+from tests.generation.test_generate import CONFIG, RAGGED
+from tests.generation.test_read_once import equal
+from tests.support.marks import some_slow
+
+LAYERS = 4
+SIZES = {"max_prompt": 64, "max_new": 32}
+LAYERED = {
+    "pyramidkv": kvjax.PyramidKV(24, window=4),
+    "spindlekv": kvjax.SpindleKV(0.6, window=8, interval=4),
+    "unfolded": kvjax.LayerBudgetEviction(0.6, window=8, unfold=True),
+    "pyramidinfer": kvjax.PyramidInfer(budget=24),
+    "full layers": kvjax.ClusterKV(24, tokens_per_cluster=8, sinks=4, dense_layers=(0, 2)),
+    "8 bits": kvjax.chain(kvjax.PyramidKV(24, window=4), kvjax.Quantize(8)),
+    "head groups": kvjax.HeadGroups((((1,), kvjax.PyramidKV(24, 4)), ((0,), kvjax.H2O(20)))),
+}
+
+
+@functools.cache
+def model():
+    return random_decoder(dataclasses.replace(CONFIG, num_layers=LAYERS), seed=3)
+
+
+def read(transform, prompts=RAGGED, **options):
+    return kvjax.read(model(), prompts, transform=transform, **SIZES, **options)
+
+
+def programs() -> tuple[int, int]:
+    return prompt_pass._read_layer._cache_size(), observe._compress._cache_size()
+
+
+@pytest.mark.parametrize("name", some_slow(LAYERED, "pyramidkv", "head groups"))
+def test_a_shared_reading_gives_the_caches_that_each_layer_reads_alone(name, monkeypatch):
+    monkeypatch.setattr(observe, "FEWEST", 2)
+    transform, before = LAYERED[name], programs()
+    shared = read(transform)
+    assert programs()[1] > before[1]
+    monkeypatch.setattr(prompt_pass, "observers_of", lambda *args: [None] * LAYERS)
+    after = programs()
+    equal(shared, read(transform))
+    assert programs()[1] == after[1]
+
+
+def test_one_program_reads_and_one_for_each_capacity_compresses():
+    transform, before, compiled = kvjax.PyramidKV(20, window=3), programs(), []
+    first = read(transform, on_compile=compiled.append)
+    assert len({cache.kv.slots for cache in first.caches}) > 1
+    assert programs() == (before[0] + 1, before[1] + LAYERS)
+    assert [name for name in compiled if "layer" in name] == [
+        "the prompt pass of layer 1 of 4",
+        *(f"the compression of layer {number} of 4" for number in range(1, 5)),
+    ]
+    other = [row[::-1] for row in RAGGED]
+    read(transform, other)
+    assert programs() == (before[0] + 1, before[1] + LAYERS)
+    alike = read(kvjax.SnapKV(20))  # one transform: one program
+    assert len({cache.kv.slots for cache in alike.caches}) == 1
+    assert programs() == (before[0] + 2, before[1] + LAYERS)
+
+
+@pytest.mark.parametrize(
+    "transform", [kvjax.PyramidInfer(ratio=0.3, context=6), LAYERED["full layers"]], ids=repr
+)
+def test_what_drops_hidden_states_and_two_transforms_read_alone(transform):
+    before = programs()
+    read(transform)
+    assert programs()[1] == before[1]
+
+
+def test_no_layer_holds_what_it_has_read(monkeypatch):
+    """When a layer is through, its whole prompt's keys and values are gone."""
+    shape = (len(RAGGED), CONFIG.kv_heads, SIZES["max_prompt"], CONFIG.head_dim)
+    before_compressing, after_layers = [], []
+
+    def count(counts: list[int]) -> None:
+        counts.append(sum(x.shape == shape for x in jax.live_arrays()))
+
+    compress_layer = prompt_pass.compress_layer
+    monkeypatch.setattr(
+        prompt_pass, "compress_layer",
+        lambda *args: count(before_compressing) or compress_layer(*args),
+    )  # fmt: skip
+    start = sum(x.shape == shape for x in jax.live_arrays())
+    read(LAYERED["pyramidkv"], on_layer=lambda layer: count(after_layers))
+    assert before_compressing == [start + 2] * LAYERS  # keys and values of the layer at work
+    assert after_layers == [start] * LAYERS
