@@ -10,6 +10,7 @@ waits for the device before each block.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -225,7 +226,8 @@ class _Blocks(NamedTuple):
     bias: Float[Array, "B H JS"]
     key_position: Int[Array, "B H JS"]
     met: Bool[Array, "I J"]  # whether the blocks meet in any row and head
-    is_masked: Int[Array, "I J"]  # 1 if a mask or bias changes logits in any row and head, else 0
+    # 1 if a mask or bias changes logits in any row and head, else 0. None: all blocks are masked.
+    is_masked: Int[Array, "I J"] | None
     query_size: int
     key_size: int
     window: int | None
@@ -242,8 +244,10 @@ class _Blocks(NamedTuple):
         bias = _pad_tail(bias, key_size, -jnp.inf)
         key_position = _pad_tail(key_position, key_size, -1)
         args = query_position, bias, key_position, window, query_size, key_size
-        met, is_masked = meets(*args).any((0, 1)), ~sees_all(*args).all((0, 1))
-        blocks = query_position, bias, key_position, met, is_masked.astype(jnp.int32)
+        met, is_masked = meets(*args).any((0, 1)), None
+        if met.shape[0] > 1 and jax.default_backend() == "cpu":
+            is_masked = (~sees_all(*args).all((0, 1))).astype(jnp.int32)
+        blocks = query_position, bias, key_position, met, is_masked
         return cls(*blocks, query_size, key_size, window)
 
     @property
@@ -291,7 +295,7 @@ class _Blocks(NamedTuple):
         run). Where all queries are one block, it would save little and takes longer to compile;
         elsewhere than on CPUs the host would wait for its length. There all blocks are masked.
         """
-        if self.num_query == 1 or jax.default_backend() != "cpu":
+        if self.is_masked is None:
             return mask(x)
         times = entry_of(entry_of(self.is_masked, i), j)
         return jax.lax.fori_loop(0, times, lambda _, x: mask(x), x)
