@@ -29,9 +29,10 @@ T = TypeVar("T")
 # The fastest sizes on CPU of those tried (2 cores, float32, 2,048 tokens). Few heads want large
 # tiles, for the products: 9 heads of 64 channels take 53 ms with 128 queries and 256 slots, 49 with
 # 256 and 256, 46 with 256 and 512. Tiles of many heads must stay in the caches: 32 heads of 128
-# channels take 267 ms with 128 and 256, 289 with 256 and 256, 335 with 256 and 512. A block has at
-# most a quarter of the slots that a query sees, since much of the diagonal's blocks is computed for
-# nothing: 512 tokens take 4.9 ms with 256 slots, 6.2 with 512.
+# channels take 267 ms with 128 and 256, 289 with 256 and 256, 335 with 256 and 512. Where there are
+# several blocks of queries, a block has at most a quarter of the slots that a query sees, since much
+# of the diagonal's blocks is computed for nothing: 512 tokens take 4.9 ms with 256 slots, 6.2 with
+# 512.
 QUERY_BLOCK = 256
 KEY_BLOCK = 256
 MOST_SLOTS = 1024
@@ -319,8 +320,12 @@ def _block_sizes(heads: int, tokens: int, slots: int, window: int | None) -> tup
     queries = min(QUERY_BLOCK, tokens)
     if heads * queries * KEY_BLOCK > MOST_LOGITS:
         queries = min(QUERY_BLOCK // 2, tokens)
-    seen = slots if window is None else min(slots, window)
-    keys = min(MOST_LOGITS // (heads * queries), seen // 4, MOST_SLOTS) // KEY_BLOCK * KEY_BLOCK
+    most = min(MOST_LOGITS // (heads * queries), MOST_SLOTS)
+    if queries == tokens:  # with one block of queries, no block of slots is computed for nothing
+        keys = slots if slots <= most else most // KEY_BLOCK * KEY_BLOCK
+    else:
+        seen = slots if window is None else min(slots, window)
+        keys = min(most, seen // 4) // KEY_BLOCK * KEY_BLOCK
     return queries, min(max(keys, KEY_BLOCK), slots)
 
 
