@@ -29,10 +29,9 @@ T = TypeVar("T")
 # The fastest sizes on CPU of those tried (2 cores, float32, 2,048 tokens). Few heads want large
 # tiles, for the products: 9 heads of 64 channels take 53 ms with 128 queries and 256 slots, 49 with
 # 256 and 256, 46 with 256 and 512. Tiles of many heads must stay in the caches: 32 heads of 128
-# channels take 267 ms with 128 and 256, 289 with 256 and 256, 335 with 256 and 512. Where there are
-# several blocks of queries, a block has at most a quarter of the slots that a query sees, since much
-# of the diagonal's blocks is computed for nothing: 512 tokens take 4.9 ms with 256 slots, 6.2 with
-# 512.
+# channels take 267 ms with 128 and 256, 289 with 256 and 256, 335 with 256 and 512. With several
+# blocks of queries, a block has at most a quarter of the slots that a query sees, since much of the
+# diagonal's blocks is computed for nothing: 512 tokens take 4.9 ms with 256 slots, 6.2 with 512.
 QUERY_BLOCK = 256
 KEY_BLOCK = 256
 MOST_SLOTS = 1024
