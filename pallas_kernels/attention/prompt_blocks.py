@@ -29,9 +29,9 @@ T = TypeVar("T")
 # The fastest sizes on CPU of those tried (2 cores, float32, 2,048 tokens). Few heads want large
 # tiles, for the products: 9 heads of 64 channels take 53 ms with 128 queries and 256 slots, 49 with
 # 256 and 256, 46 with 256 and 512. Tiles of many heads must stay in the caches: 32 heads of 128
-# channels take 267 ms with 128 and 256, 289 with 256 and 256, 335 with 256 and 512. A block has at
-# most a quarter of the slots that a query sees, since much of the diagonal's blocks is computed for
-# nothing: 512 tokens take 4.9 ms with 256 slots, 6.2 with 512.
+# channels take 267 ms with 128 and 256, 289 with 256 and 256, 335 with 256 and 512. With several
+# blocks of queries, a block has at most a quarter of the slots that a query sees, since much of the
+# diagonal's blocks is computed for nothing: 512 tokens take 4.9 ms with 256 slots, 6.2 with 512.
 QUERY_BLOCK = 256
 KEY_BLOCK = 256
 MOST_SLOTS = 1024
@@ -249,7 +249,8 @@ class _Blocks(NamedTuple):
     bias: Float[Array, "B H JS"]
     key_position: Int[Array, "B H JS"]
     met: Bool[Array, "I J"]  # whether the blocks meet in any row and head
-    is_masked: Int[Array, "I J"]  # 1 if a mask or bias changes logits in any row and head, else 0
+    # 1 if a mask or bias changes logits in any row and head, else 0. None: all blocks are masked.
+    is_masked: Int[Array, "I J"] | None
     query_size: int
     key_size: int
     window: int | None
@@ -266,8 +267,10 @@ class _Blocks(NamedTuple):
         bias = _pad_tail(bias, key_size, -jnp.inf)
         key_position = _pad_tail(key_position, key_size, -1)
         args = query_position, bias, key_position, window, query_size, key_size
-        met, is_masked = meets(*args).any((0, 1)), ~sees_all(*args).all((0, 1))
-        blocks = query_position, bias, key_position, met, is_masked.astype(jnp.int32)
+        met, is_masked = meets(*args).any((0, 1)), None
+        if met.shape[0] > 1 and jax.default_backend() == "cpu":
+            is_masked = (~sees_all(*args).all((0, 1))).astype(jnp.int32)
+        blocks = query_position, bias, key_position, met, is_masked
         return cls(*blocks, query_size, key_size, window)
 
     @property
@@ -315,7 +318,7 @@ class _Blocks(NamedTuple):
         run). Where all queries are one block, it would save little and takes longer to compile;
         elsewhere than on CPUs the host would wait for its length. There all blocks are masked.
         """
-        if self.num_query == 1 or jax.default_backend() != "cpu":
+        if self.is_masked is None:
             return mask(x)
         times = entry_of(entry_of(self.is_masked, i), j)
         return jax.lax.fori_loop(0, times, lambda _, x: mask(x), x)
@@ -339,8 +342,12 @@ def _block_sizes(heads: int, tokens: int, slots: int, window: int | None) -> tup
     queries = min(QUERY_BLOCK, tokens)
     if heads * queries * KEY_BLOCK > MOST_LOGITS:
         queries = min(QUERY_BLOCK // 2, tokens)
-    seen = slots if window is None else min(slots, window)
-    keys = min(MOST_LOGITS // (heads * queries), seen // 4, MOST_SLOTS) // KEY_BLOCK * KEY_BLOCK
+    most = min(MOST_LOGITS // (heads * queries), MOST_SLOTS)
+    if queries == tokens:  # with one block of queries, no block of slots is computed for nothing
+        keys = slots if slots <= most else most // KEY_BLOCK * KEY_BLOCK
+    else:
+        seen = slots if window is None else min(slots, window)
+        keys = min(most, seen // 4) // KEY_BLOCK * KEY_BLOCK
     return queries, min(max(keys, KEY_BLOCK), slots)
 
 
