@@ -446,11 +446,13 @@ def _prompt_kernels(heads: Heads) -> Iterator[Program]:
 
     attend = functools.partial(ops.prompt_attention, **OPTIONS)
     sums = functools.partial(ops.column_sums, **OPTIONS)
+    joined = functools.partial(ops.prompt_attention_and_sums, **OPTIONS)
     rest = bias, query, position
     yield program("attention", "split_attention", attend, (q, store, store, *rest))
     last = struct((1, 16), "int32")
     yield program("log-sum-exps", "split_attention", alone, (few, store, bias, last, position))
     yield program("column sums", "column_sums", sums, (q, store, bias, lse, query, position))
+    yield program("attention and sums", "column_sums", joined, (q, store, store, *rest))
 
 
 def chunk(
