@@ -224,8 +224,17 @@ def prompt(shape: Shape, x: Inputs, names: Names) -> Iterator[Side]:
     def attend(q, *rest, implementation):
         return pk.prompt_attention(q, *rest, scale=scale, implementation=implementation)[0]
 
+    def joined(q, *rest, implementation):
+        out, _, sums = pk.prompt_attention_and_sums(
+            q, *rest, scale=scale, implementation=implementation
+        )
+        return out, sums
+
     given, options = (q, x.k, x.v, x.bias, *places), {"queries": tokens}
     yield from both(names, "prompt_attention", attend, *given, operations=2 * work, **options)
+    yield from both(
+        names, "prompt_attention_and_sums", joined, *given, operations=3 * work, **options
+    )
     if shape.dtype == "bfloat16" and tokens == shape.tokens:
         size = x.k.nbytes + x.v.nbytes + 2 * q.nbytes
         make = functools.partial(causal, q, x)

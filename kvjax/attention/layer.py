@@ -73,18 +73,22 @@ class QuerySample(NamedTuple):
     count: Int[Array, " B"]
 
     @classmethod
-    def empty(cls, batch: int, query_heads: int, head_dim: int, dtype) -> QuerySample:
-        """Makes a sample without queries."""
-        query = jnp.zeros((batch, query_heads, SAMPLE, head_dim), dtype)
-        return cls(query, jnp.full((batch, SAMPLE), -1, jnp.int32), jnp.zeros(batch, jnp.int32))
+    def empty(
+        cls, batch: int, query_heads: int, most_tokens: int, head_dim: int, dtype
+    ) -> QuerySample:
+        """Makes a sample without queries, for prompts of so many tokens at most."""
+        size = min(SAMPLE, most_tokens)
+        query = jnp.zeros((batch, query_heads, size, head_dim), dtype)
+        return cls(query, jnp.full((batch, size), -1, jnp.int32), jnp.zeros(batch, jnp.int32))
 
     def add(self, q: Float[Array, "B Q T D"], positions: Int[Array, "B T"]) -> QuerySample:
         """Returns the sample after T more tokens, whatever calls they come in."""
+        size = self.position.shape[1]
         so_far = jnp.cumsum(positions >= 0, axis=1, dtype=jnp.int32)
         count = self.count + so_far[:, -1]
-        number = jnp.arange(SAMPLE, dtype=jnp.int32)[None] * _every(count)[:, None]
+        number = jnp.arange(size, dtype=jnp.int32)[None] * _every(count, size)[:, None]
         earlier = self.count[:, None]
-        old = jnp.minimum(number // _every(self.count)[:, None], SAMPLE - 1)
+        old = jnp.minimum(number // _every(self.count, size)[:, None], size - 1)
         new = jax.vmap(jnp.searchsorted)(so_far, number - earlier + 1)
         new = jnp.minimum(new, positions.shape[1] - 1).astype(jnp.int32)
         position = jnp.where(
@@ -100,10 +104,10 @@ class QuerySample(NamedTuple):
         return QuerySample(query, jnp.where(number < count[:, None], position, -1), count)
 
 
-def _every(count: Int[Array, " B"]) -> Int[Array, " B"]:
-    """Returns the n of every n-th token of so many: the smallest power of 2 that leaves SAMPLE."""
-    powers = jnp.arange(19, dtype=jnp.int32)[None]  # 2,048 << 19 is 2^30
-    return 1 << (SAMPLE << powers < count[:, None]).sum(1, dtype=jnp.int32)
+def _every(count: Int[Array, " B"], size: int) -> Int[Array, " B"]:
+    """Returns the n of every n-th token of so many: the smallest power of 2 that leaves `size`."""
+    powers = jnp.arange(31 - size.bit_length(), dtype=jnp.int32)[None]  # size << power < 2^30
+    return 1 << (size << powers < count[:, None]).sum(1, dtype=jnp.int32)
 
 
 @jax.tree_util.register_dataclass

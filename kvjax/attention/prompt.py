@@ -114,7 +114,7 @@ def _sample_of(reading: Reading) -> QuerySample | None:
         return reading.sample
     kv = reading.kv
     batch, heads, _ = kv.shape
-    return QuerySample.empty(batch, heads * kv.group, kv.k.shape[3], kv.k.dtype)
+    return QuerySample.empty(batch, heads * kv.group, kv.max_prompt, kv.k.shape[3], kv.k.dtype)
 
 
 def look(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B Q T D"], Reading]:
@@ -179,15 +179,30 @@ def compress(reading: Reading, implementation: str | None = None) -> LayerCache:
       reading: of the whole prompt. Donate it.
       implementation: of the operations in `pallas_kernels`, as in `attend` (static).
     """
-    cache, kv, transform, rope = reading.cache, reading.kv, reading.transform, reading.rope
-    needs, step = transform.needs, step_of(reading, implementation)
+    return stored(evicted(reading, implementation), implementation)
+
+
+def evicted(reading: Reading, implementation: str | None = None) -> Reading:
+    """Carries out what the parts decide that evict or merge: the first half of `compress`."""
+    cache, kv, transform = reading.cache, reading.kv, reading.transform
     parts, states = parts_of(transform), states_of_parts(transform, cache.state)
-    first = sum(part.stage == Stage.EVICT for part in parts)
+    first = _evicting(parts)
+    step = step_of(reading, implementation)
     kv, evicting, _ = decide(parts[:first], kv, states[:first], step)
     if kv.slots != kv.capacity or first < len(parts):
         kv = compact(kv, kv.capacity, step.rows)
+    state = state_of_parts(transform, (*evicting, *states[first:]))
+    cache = dataclasses.replace(cache, kv=kv, state=state)
     # Keys and what slots received are those before slots were freed: an index reads the cache.
-    step = dataclasses.replace(step, keys=None, repetition=None, repetition_query=None)
+    return dataclasses.replace(reading, cache=cache, repetition=None, sample=None)
+
+
+def stored(reading: Reading, implementation: str | None = None) -> LayerCache:
+    """Carries out what all other parts decide, and stores the slots: the rest of `compress`."""
+    cache, kv, transform, rope = reading.cache, reading.kv, reading.transform, reading.rope
+    parts, states = parts_of(transform), states_of_parts(transform, cache.state)
+    first = _evicting(parts)
+    step = dataclasses.replace(step_of(reading, implementation), keys=None)
     kv, others, _ = decide(parts[first:], kv, states[first:], step)
     kv = closed(kv, reading.stored, step.rows, rope if kv.unrotated_keys else None)
     if kv.interval is not None:  # what a flush has to know of this attention
@@ -197,9 +212,14 @@ def compress(reading: Reading, implementation: str | None = None) -> LayerCache:
         options = dataclasses.replace(reading.options, sinks=sinks)
         cache = dataclasses.replace(cache, options=options, rope=kept_rope(transform, rope))
     return dataclasses.replace(
-        cache, kv=kv, state=state_of_parts(transform, (*evicting, *others)),
-        window=reading.queries if needs.decode_queries else None,
+        cache, kv=kv, state=state_of_parts(transform, (*states[:first], *others)),
+        window=reading.queries if transform.needs.decode_queries else None,
     )  # fmt: skip
+
+
+def _evicting(parts: Sequence[KVTransform]) -> int:
+    """Returns how many parts of a chain evict or merge; they come first."""
+    return sum(part.stage == Stage.EVICT for part in parts)
 
 
 def read_for(transform: KVTransform, cache: Cache, reading: Reading) -> Reading | tuple:
@@ -216,12 +236,37 @@ def read_for(transform: KVTransform, cache: Cache, reading: Reading) -> Reading 
       A reading, or for `HeadGroups` one of each group.
     """
     if not isinstance(transform, HeadGroups):
-        return _read_for(cache, reading)
+        return _with_room(_read_for(cache, reading))
     groups = zip(cache, transform.heads_in(cache), strict=True)
-    return tuple(_read_for(part, _of_heads(reading, heads)) for part, heads in groups)
+    return tuple(_with_room(_read_for(part, of_heads(reading, heads))) for part, heads in groups)
 
 
-def _of_heads(reading: Reading, heads: Heads) -> Reading:
+def cut(transform: HeadGroups, cache: Cache, reading: Reading) -> tuple[Reading, ...]:
+    """Cuts a reading into the rectangles of head groups.
+
+    Args:
+      transform: the groups.
+      cache: an empty one of the layer, with a part for each group. Donate it.
+      reading: of all heads in the groups' order, after their method's decision: the slots that
+        stay are the first.
+
+    Returns:
+      A reading of each group, which `stored` stores.
+    """
+    readings, start = [], 0
+    for (numbers, _), part in zip(transform.groups, cache, strict=True):
+        group = of_heads(reading, range(start, start + len(numbers)))
+        start, slots = start + len(numbers), min(part.kv.capacity, reading.kv.slots)
+        k, v = (Dense(payload.read()[:, :, :slots]) for payload in (group.kv.k, group.kv.v))
+        kv = group.kv.map_slots(lambda x, slots=slots: x[:, :, :slots]).replace(k=k, v=v)
+        group = dataclasses.replace(group, cache=dataclasses.replace(group.cache, kv=kv))
+        group = _read_for(part, group)
+        kv = widen(group.kv, part.kv.capacity)
+        readings.append(dataclasses.replace(group, cache=dataclasses.replace(group.cache, kv=kv)))
+    return tuple(readings)
+
+
+def of_heads(reading: Reading, heads: Heads) -> Reading:
     """Returns the reading of some KV heads, each with its query heads."""
     kv, kv_heads, query = reading.kv, jnp.asarray(heads), query_heads(heads, reading.kv.group)
     k, v = (Dense(payload.read()[:, kv_heads]) for payload in (kv.k, kv.v))
@@ -247,14 +292,21 @@ def _read_for(cache: LayerCache, reading: Reading) -> Reading:
     if seen.unrotated_keys and not needs.unrotated_keys:
         k = reading.rope.rotate(k, seen.position[:, 0])
 
-    def new_values(column: Column) -> Array:
+    def new_values(name: str, column: Column) -> Array:
+        if name in seen.columns and name != "attention":  # which is added below, by query head
+            return kv.unfold(seen.columns[name].values)
         shape = (*kv.shape[:2], seen.slots, *column.values.shape[3:])
         return jnp.full(shape, column.fill, column.values.dtype)
+
+    columns = {
+        name: dataclasses.replace(column, values=new_values(name, column))
+        for name, column in kv.columns.items()
+    }
 
     names = ("position", "log_mass", "pinned", "used", "dropped")
     kv = kv.replace(
         k=Dense(kv.unfold(k)), v=Dense(kv.unfold(seen.v.read())), length=seen.length,
-        columns=kv.map_columns(new_values),
+        columns=columns,
         **{name: kv.unfold(getattr(seen, name)) for name in names},
     )  # fmt: skip
     if needs.accumulated_attention:
@@ -264,16 +316,25 @@ def _read_for(cache: LayerCache, reading: Reading) -> Reading:
         size = queries.position.shape[1]
         last, position = reading.queries
         queries = QueryWindow(last[:, :, -size:], position[:, -size:])
-    if kv.slots <= kv.capacity:  # as `read` makes room: slots are sorted when they are cut
-        kv = widen(kv, min(kv.capacity + kv.slots, kv.max_tokens))
-        more = ((0, 0), (0, 0), (0, kv.slots - seen.slots), (0, 0))  # slots of zeros, as there
-        k, v = (jnp.pad(kv.unfold(rows), more) for rows in (k, seen.v.read()))
-        kv = kv.replace(k=Dense(k), v=Dense(v))
-    repetition = reading.repetition
-    if repetition is not None:
-        repetition = jnp.pad(repetition, ((0, 0), (0, 0), (0, kv.slots - seen.slots)))
     return dataclasses.replace(
         begun, cache=dataclasses.replace(begun.cache, kv=kv), rows=reading.rows, queries=queries,
-        repetition=repetition, sample=reading.sample if needs.repetition_queries else None,
+        repetition=reading.repetition,
+        sample=reading.sample if needs.repetition_queries else None,
         rope=reading.rope, options=reading.options, begun=True,
     )  # fmt: skip
+
+
+def _with_room(reading: Reading) -> Reading:
+    """Returns a reading with as many slots as `read` makes: slots are sorted when they are cut."""
+    kv, repetition = reading.kv, reading.repetition
+    if kv.slots > kv.capacity:
+        return reading
+    wide = widen(kv, min(kv.capacity + kv.slots, kv.max_tokens))
+    more = (0, wide.slots - kv.slots)
+    k, v = (  # slots of zeros, as there
+        jnp.pad(payload.read(), ((0, 0), (0, 0), more, (0, 0))) for payload in (kv.k, kv.v)
+    )
+    if repetition is not None:
+        repetition = jnp.pad(repetition, ((0, 0), (0, 0), more))
+    cache = dataclasses.replace(reading.cache, kv=wide.replace(k=Dense(k), v=Dense(v)))
+    return dataclasses.replace(reading, cache=cache, repetition=repetition)

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from kvjax.budgets.heads import HeadShares
 from kvjax.budgets.profile import layouts, shares
 from kvjax.cache.slots import KVCache
+from kvjax.compose.chain import chain, parts_of
 from kvjax.compose.foreseen import foreseen
 from kvjax.compose.walks import MethodHeads, map_methods, walk
 from kvjax.compose.wrappers import HeadGroups, LayerChoice
@@ -158,6 +159,13 @@ def _by_layer(transform: ByHead) -> tuple[KVTransform, ...]:
     each = shares(transform.profile.table, transform.method.budget)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
     ranks = np.argsort(-each, axis=1, kind="stable")
     order = tuple(tuple(map(int, heads)) for heads in ranks)
+    all_shares = tuple(
+        tuple(float(each[layer, head]) for head in heads) for layer, heads in enumerate(order)
+    )
+    for_all = map_methods(_WithShares(all_shares, tuple(range(len(each)))), transform.base)
+    whole = chain(*(part for part in parts_of(for_all) if part.stage == Stage.EVICT))
+    if whole.needs.repetition_queries:  # a fit takes as many slots of each head as the largest has
+        whole = None
     transforms: dict[int, KVTransform] = {}
     for layout in layouts(each, _TOKENS):
         groups = []
@@ -168,7 +176,7 @@ def _by_layer(transform: ByHead) -> tuple[KVTransform, ...]:
             )
             with_shares = _WithShares(of_layers, layout.layers)
             groups.append((heads, map_methods(with_shares, transform.base)))
-        transforms |= dict.fromkeys(layout.layers, HeadGroups(tuple(groups), order))
+        transforms |= dict.fromkeys(layout.layers, HeadGroups(tuple(groups), order, whole))
     return tuple(transforms[layer] for layer in range(len(each)))
 
 

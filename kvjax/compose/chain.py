@@ -141,7 +141,10 @@ def joined_parts(parts: Iterable[KVTransform]) -> KVTransform:
         [inner if part is split[0] else part for part in parts]
         for inner in by_head_groups(split[0])
     )
-    return split[0].with_transforms(map(joined_parts, wholes))
+    # What evicts for all heads stays as it is if no other part evicts.
+    others = (part for part in parts if part is not split[0])
+    alone = all(part.stage != Stage.EVICT for part in others)
+    return split[0].with_transforms(map(joined_parts, wholes), split[0].whole if alone else None)
 
 
 def chain(*transforms: KVTransform) -> KVTransform:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 import jax.numpy as jnp
@@ -90,6 +90,9 @@ class HeadGroups(KVTransform):
       order: for each layer of the model, the KV heads in the places of the numbers 0 … H − 1. So
         layers whose groups have other heads are equal values, and share compiled code. None: each
         number is a head.
+      whole: the method for all heads, in the places of the numbers 0 … H − 1, where it decides for
+        each head as the groups' transforms do. A first prompt is then compressed by it, which is
+        compiled once for all layers, and cut into the groups' rectangles. None: there is none.
 
     Raises:
       TypeError: no tuples of (tuple of heads, transform).
@@ -105,6 +108,7 @@ class HeadGroups(KVTransform):
 
     groups: tuple[tuple[tuple[int, ...], KVTransform], ...]
     order: tuple[tuple[int, ...], ...] | None = None
+    whole: KVTransform | None = field(default=None, repr=False)
 
     def __post_init__(self):
         if not isinstance(self.groups, tuple) or not all(map(_is_group, self.groups)):
@@ -136,12 +140,18 @@ class HeadGroups(KVTransform):
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
         """Returns the groups, each with its transform for this layer."""
-        return self.with_transforms(tx.for_layer(layer, num_layers) for _, tx in self.groups)
+        whole = None if self.whole is None else self.whole.for_layer(layer, num_layers)
+        return self.with_transforms(
+            (tx.for_layer(layer, num_layers) for _, tx in self.groups), whole
+        )
 
-    def with_transforms(self, transforms: Iterable[KVTransform]) -> HeadGroups:
-        """Replaces the groups' transforms, in their order."""
+    def with_transforms(
+        self, transforms: Iterable[KVTransform], whole: KVTransform | None = None
+    ) -> HeadGroups:
+        """Replaces the groups' transforms, in their order, and the method for all heads."""
         pairs = zip(self.groups, transforms, strict=True)
-        return dataclasses.replace(self, groups=tuple((heads, tx) for (heads, _), tx in pairs))
+        groups = tuple((heads, tx) for (heads, _), tx in pairs)
+        return dataclasses.replace(self, groups=groups, whole=whole)
 
     @property
     def heads(self) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -14,6 +15,7 @@ from kvjax.attention.parts import placed
 from kvjax.budgets.layers import layers_of
 from kvjax.checks import floating
 from kvjax.compiled_code import compiled
+from kvjax.compose.wrappers import HeadGroups
 from kvjax.devices import mesh_of
 from kvjax.generation.model import FunctionalModel
 from kvjax.protocol import AttentionOptions, KVTransform
@@ -94,9 +96,17 @@ def states_of_layers(layers: tuple[KVTransform, ...], size: CacheSize) -> tuple:
 
 
 def states_of(transform: KVTransform, size: CacheSize, layer: int) -> tuple:
-    """Returns the state and the heads of one layer's transform, for each of its head groups."""
+    """Returns the state and the heads of one layer's transform, for each of its head groups.
+
+    Where `HeadGroups` has a method for all heads, its state and heads come last.
+    """
     cache = placed(size.cache(transform, layer))
-    return tuple((part.state, part.heads) for part in layer_caches(cache))
+    states = tuple((part.state, part.heads) for part in layer_caches(cache))
+    if not isinstance(transform, HeadGroups) or transform.whole is None:
+        return states
+    heads = jnp.concatenate([jnp.asarray(numbers) for numbers in transform.heads_in(cache)])
+    whole = placed(size.cache(transform.whole, layer))
+    return (*states, (whole.state, heads))
 
 
 def new_cache(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from kvjax.attention.layer import Cache, Reading, map_parts
-from kvjax.attention.prompt import compress, read_for
+from kvjax.attention.prompt import compress, cut, evicted, of_heads, read_for, stored
 from kvjax.compiled_code import compiled
 from kvjax.compose.wrappers import HeadGroups, by_head_groups
 from kvjax.generation.compiler import Compiler
@@ -112,10 +112,29 @@ def compress_layer(
       size: of the cache.
       states: of the transform, for an empty cache. They are donated.
     """
+    if isinstance(transform, HeadGroups) and transform.whole is not None:
+        *states, of_whole = states
+        reading = compiler.run(
+            "the decision of a layer", (transform.whole, size, attention, reading.kv.shape),
+            _decide, transform.whole, size, attention, of_whole, reading,
+        )  # fmt: skip
     return compiler.run(
         program, (transform, size, attention, reading.kv.shape), _compress,
-        transform, size, attention, states, reading,
+        transform, size, attention, tuple(states), reading,
     )  # fmt: skip
+
+
+@compiled(static_argnums=(0, 1, 2))
+def _decide(
+    whole: KVTransform,
+    size: CacheSize,
+    attention: AttentionOptions,
+    state_and_heads: tuple,
+    reading: Reading,
+) -> Reading:
+    """Returns a reading of all heads in the groups' order, after their method's decision."""
+    cache = new_cache(whole, size, attention, ((state_and_heads[0], None),))
+    return evicted(read_for(whole, cache, of_heads(reading, state_and_heads[1])))
 
 
 @compiled(static_argnums=(0, 1, 2), donate_argnums=3)
@@ -127,4 +146,6 @@ def _compress(
     reading: Reading,
 ) -> Cache:
     cache = new_cache(transform, size, attention, states)
+    if isinstance(transform, HeadGroups) and transform.whole is not None:
+        return map_parts(stored, cut(transform, cache, reading))
     return map_parts(compress, read_for(transform, cache, reading))

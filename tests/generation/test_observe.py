@@ -6,6 +6,7 @@ import dataclasses
 import functools
 
 import jax
+import numpy as np
 import pytest
 
 import kvjax
@@ -17,6 +18,8 @@ from tests.support.marks import some_slow
 
 LAYERS = 4
 SIZES = {"max_prompt": 64, "max_new": 32}
+SHARES = np.random.default_rng(5).dirichlet(np.full(8, 0.5)).reshape(LAYERS, 2, 1) * 4
+PROFILE = kvjax.HeadProfile(np.concatenate((np.minimum(SHARES, 1), np.ones_like(SHARES)), -1), "")
 LAYERED = {
     "pyramidkv": kvjax.PyramidKV(24, window=4),
     "spindlekv": kvjax.SpindleKV(0.6, window=8, interval=4),
@@ -24,6 +27,13 @@ LAYERED = {
     "pyramidinfer": kvjax.PyramidInfer(budget=24),
     "full layers": kvjax.ClusterKV(24, tokens_per_cluster=8, sinks=4, dense_layers=(0, 2)),
     "8 bits": kvjax.chain(kvjax.PyramidKV(24, window=4), kvjax.Quantize(8)),
+    "by head": kvjax.ByHead(kvjax.SnapKV(0.4, window=4), PROFILE),
+    "by head in 8 bits": kvjax.ByHead(
+        kvjax.chain(kvjax.SnapKV(0.5, window=4), kvjax.Quantize(8)), PROFILE
+    ),
+    "recall by head": kvjax.chain(
+        kvjax.ByHead(kvjax.SnapKV(0.6, window=4), PROFILE), kvjax.Quest(12, page=4)
+    ),
     "head groups": kvjax.HeadGroups((((1,), kvjax.PyramidKV(24, 4)), ((0,), kvjax.H2O(20)))),
 }
 
@@ -41,7 +51,7 @@ def programs() -> tuple[int, int]:
     return prompt_pass._read_layer._cache_size(), observe._compress._cache_size()
 
 
-@pytest.mark.parametrize("name", some_slow(LAYERED, "pyramidkv", "head groups"))
+@pytest.mark.parametrize("name", some_slow(LAYERED, "pyramidkv", "by head", "head groups"))
 def test_a_shared_reading_gives_the_caches_that_each_layer_reads_alone(name, monkeypatch):
     monkeypatch.setattr(observe, "FEWEST", 2)
     transform, before = LAYERED[name], programs()

@@ -445,6 +445,7 @@ def _prompt_kernels(heads: Heads) -> Iterator[Program]:
         )  # fmt: skip
 
     attend = functools.partial(ops.prompt_attention, **OPTIONS)
+    joined = functools.partial(ops.prompt_attention_and_sums, **OPTIONS)
     rest = bias, query, position
     yield program("attention", "split_attention", attend, (q, store, store, *rest))
     last = struct((1, 16), "int32")
@@ -453,6 +454,7 @@ def _prompt_kernels(heads: Heads) -> Iterator[Program]:
         name = columns.__name__
         reduce = functools.partial(columns, **OPTIONS)
         yield program(name, name, reduce, (q, store, bias, lse, query, position))
+    yield program("attention and sums", "column_sums", joined, (q, store, store, *rest))
 
 
 def chunk(
