@@ -182,14 +182,21 @@ def compress(reading: Reading, implementation: str | None = None) -> LayerCache:
     return stored(evicted(reading, implementation), implementation)
 
 
-def evicted(reading: Reading, implementation: str | None = None) -> Reading:
-    """Carries out what the parts decide that evict or merge: the first half of `compress`."""
+def evicted(
+    reading: Reading, implementation: str | None = None, *, to_front: bool = False
+) -> Reading:
+    """Carries out what the parts decide that evict or merge: the first half of `compress`.
+
+    Args:
+      to_front: whether the slots that stay become the first ones in any case. Otherwise they stay
+        where they are if there are as many slots as the capacity, and no other part.
+    """
     cache, kv, transform = reading.cache, reading.kv, reading.transform
     parts, states = parts_of(transform), states_of_parts(transform, cache.state)
     first = _evicting(parts)
     step = step_of(reading, implementation)
     kv, evicting, _ = decide(parts[:first], kv, states[:first], step)
-    if kv.slots != kv.capacity or first < len(parts):
+    if to_front or kv.slots != kv.capacity or first < len(parts):
         kv = compact(kv, kv.capacity, step.rows)
     state = state_of_parts(transform, (*evicting, *states[first:]))
     cache = dataclasses.replace(cache, kv=kv, state=state)

@@ -134,7 +134,8 @@ def _decide(
 ) -> Reading:
     """Returns a reading of all heads in the groups' order, after their method's decision."""
     cache = new_cache(whole, size, attention, ((state_and_heads[0], None),))
-    return evicted(read_for(whole, cache, of_heads(reading, state_and_heads[1])))
+    reading = read_for(whole, cache, of_heads(reading, state_and_heads[1]))
+    return evicted(reading, to_front=True)
 
 
 @compiled(static_argnums=(0, 1, 2), donate_argnums=3)
