@@ -85,10 +85,10 @@ class ByHead(LayerChoice):
       >>> table = np.array([[[0.8, 1.0], [0.0, 1.0]], [[0.2, 1.0], [0.4, 1.0]]])
       >>> tx = kvjax.ByHead(kvjax.KVzip(0.35), kvjax.HeadProfile(table, "kvzip"))
       >>> caches = [
-      ...     kvjax.init_cache(layer, batch=1, kv_heads=2, head_dim=4, max_prompt=1000, max_new=0,
+      ...     kvjax.init_cache(layer, batch=1, kv_heads=2, head_dim=4, max_prompt=2000, max_new=0,
       ...                      layer=i) for i, layer in enumerate(kvjax.bind(tx, 2))]
       >>> [[(part.heads.tolist(), part.kv.slots - 256) for part in cache] for cache in caches]
-      [[([0], 800), ([1], 5)], [([1], 400), ([0], 200)]]
+      [[([0], 1600), ([1], 5)], [([1], 800), ([0], 400)]]
     """
 
     base: KVTransform
