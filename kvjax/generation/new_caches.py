@@ -105,7 +105,7 @@ def states_of(transform: KVTransform, size: CacheSize, layer: int) -> tuple:
     if not isinstance(transform, HeadGroups) or transform.whole is None:
         return states
     heads = jnp.concatenate([jnp.asarray(numbers) for numbers in transform.heads_in(cache)])
-    whole = placed(size.cache(transform.whole, layer))
+    (whole,) = layer_caches(placed(size.cache(transform.whole, layer)))
     return (*states, (whole.state, heads))
 
 
