@@ -79,26 +79,34 @@ def main() -> None:
     for name in args.only or every:
         if name not in every:
             parser.error(f"the parts are {', '.join(every)}, got {name}")
-        command = ["eval", *every[name], "--model", args.model, "--out", str(out / name)]
         out.mkdir(parents=True, exist_ok=True)
-        start = time.monotonic()
-        done = subprocess.run(
-            [sys.executable, "-m", "kvjax.cli.main", *command], env={**os.environ, **ALLOCATOR}
-        )
-        _add_seconds(out / "commands.json", name, every[name], time.monotonic() - start)
-        if done.returncode:
-            sys.exit(done.returncode)
+        words = ["eval", *every[name], "--out", str(out / name)]
+        run_command(out / "commands.json", name, words, args.model)
 
 
-def _add_seconds(path: Path, name: str, arguments: list[str], seconds: float) -> None:
-    """Notes a command, without paths of a machine, and all seconds that it has taken so far."""
+def run_command(path: Path, name: str, words: Sequence[str], model: str) -> None:
+    """Runs a command of kvjax for a model, and notes it without paths of a machine.
+
+    Args:
+      path: where all seconds that it has taken so far are noted.
+      name: of the part that it is.
+      words: its arguments but the model's, the command first.
+    """
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "kvjax.cli.main", *words, "--model", model],
+        env={**os.environ, **ALLOCATOR},
+    )  # fmt: skip
     noted = json.loads(path.read_text()) if path.exists() else {"parts": {}}
     before = noted["parts"].get(name, {"seconds": 0.0})["seconds"]
-    shown = [Path(word).name if "/" in word else word for word in arguments]
-    command = shlex.join(["kvjax", "eval", *shown, "--model", "SmolLM2-135M-Instruct"])
-    noted["parts"][name] = {"command": command, "seconds": round(before + seconds, 1)}
+    shown = [Path(word).name if os.path.exists(word) else word for word in (*words, model)]
+    command = shlex.join(["kvjax", *shown[:-1], "--model", shown[-1]])
+    seconds = round(before + time.monotonic() - start, 1)
+    noted["parts"][name] = {"command": command, "seconds": seconds}
     noted["environment"] = environment()
     path.write_text(json.dumps(noted, indent=1) + "\n")
+    if done.returncode:
+        sys.exit(done.returncode)
 
 
 if __name__ == "__main__":

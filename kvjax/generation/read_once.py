@@ -20,6 +20,7 @@ from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.new_caches import CacheSize, states_of_layers
 from kvjax.generation.observe import Observe, compress_layer, reads_alone
 from kvjax.generation.prompt_checks import as_rows
+from kvjax.generation.repetition import Repetition
 from kvjax.generation.turns import begin
 from kvjax.protocol import KVTransform, Needs
 
@@ -29,13 +30,14 @@ class ReadOnce:
 
     Methods that differ only in what they do when a prompt has been read share the prompt pass. Each
     layer keeps the full prompt's keys and values, and what the methods need of its attention: the
-    sums of probabilities (H2O, CaM), or the last queries (SnapKV, PyramidKV, ...). Two cases need a
-    prompt pass for each method: a method that changes the pass (PyramidInfer without a budget drops
-    hidden states), and a model on a mesh.
+    sums of probabilities (H2O, CaM), the last queries (SnapKV, PyramidKV, ...), or what the
+    prompt's repetition attends to (KVzip). Two cases need a prompt pass for each method: a method
+    that changes the pass (PyramidInfer without a budget drops hidden states), and a model on a
+    mesh.
 
     Args:
-      model, prompts, max_prompt, max_new, max_length, dtype, buckets, on_layer, on_compile: as in
-        `kvjax.read`.
+      model, prompts, max_prompt, max_new, max_length, dtype, buckets, on_layer, on_compile,
+        repetition: as in `kvjax.read`.
       transforms: the methods; `context` takes any of them.
 
     Raises:
@@ -67,12 +69,13 @@ class ReadOnce:
         buckets: Sequence[int] | None = None,
         on_layer: Callable[[int], None] | None = None,
         on_compile: Callable[[str], None] | None = None,
+        repetition: Repetition | None = None,
     ) -> None:
         prompts = as_rows(prompts)
         self._model, self._prompts = as_functional(model), prompts
         self._options = {
             "max_prompt": max_prompt, "max_new": max_new, "max_length": max_length,
-            "dtype": dtype, "buckets": buckets, "on_compile": on_compile,
+            "dtype": dtype, "buckets": buckets, "on_compile": on_compile, "repetition": repetition,
         }  # fmt: skip
         widths, self._size = size_to_read(
             self._model, prompts, transforms, max_prompt, max_new, max_length, dtype, buckets
@@ -86,7 +89,7 @@ class ReadOnce:
             layers = (observe,) * self._model.num_layers
             observed = begin(
                 self._model, prompts, widths, observe, layers, size, self._compiler, on_layer,
-                last=False,
+                last=False, repetition=repetition,
             )  # fmt: skip
             fingerprint = Fingerprint.of(self._model)
             self._observed = dataclasses.replace(observed, fingerprint=fingerprint)

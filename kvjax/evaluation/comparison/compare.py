@@ -27,9 +27,11 @@ from kvjax.generation.context import Context
 from kvjax.generation.continuation import decoder, new_text
 from kvjax.generation.fingerprints import Fingerprint, checksum
 from kvjax.generation.generate import generate
+from kvjax.generation.head_profiles import sample_of, with_profiles
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.prompt_checks import bucket
 from kvjax.generation.read_once import ReadOnce
+from kvjax.generation.repetition import Repetition
 from kvjax.protocol import KVTransform
 
 from .material import Material
@@ -72,7 +74,8 @@ def compare(
     rows at a time. The number of rows follows from the model's sizes.
 
     A method that needs a calibration (InfiniGen) gets it from the first 2,048 tokens of the text,
-    or from as many as the model has positions.
+    or from as many as the model has positions. A profile of heads (`by_head`) that is not named is
+    found in the user's cache, or made from three pieces of the text (`kvjax.calibrated`).
 
     A cell that raises is recorded as failed, and the comparison continues. kvjax's compiled code is
     dropped when the process has half of the machine's memory, or half of the memory maps that Linux
@@ -195,10 +198,16 @@ class _Measure:
     ) -> None:
         self.material, self.model, self.end_tokens = material, model, end_tokens
         self._decode = decoder(material.tokenizer)
+        self._repetition = Repetition.of(material.tokenizer)
         # Candidates of several units share a transform, which is calibrated once.
-        self.calibrated = functools.cache(
-            lambda tx: calibrated(tx, model, [material.sample(model.max_positions)])
+        self.calibrated = functools.cache(self._calibrated)
+
+    def _calibrated(self, transform: KVTransform) -> KVTransform:
+        most = self.model.max_positions
+        transform = with_profiles(
+            transform, self.model, lambda: sample_of(self.material.tokens, most), self._repetition
         )
+        return calibrated(transform, self.model, [self.material.sample(most)])
 
     def units(self) -> Iterator[Unit]:
         """Yields all units of the grid in order."""
@@ -285,8 +294,9 @@ class _Measure:
         ready = yield from self._ready(candidates)
         start = time.perf_counter()
         fidelities = measure_fidelities(
-            self.model, list(ready.values()), prompts, new_tokens=most_new
-        )
+            self.model, list(ready.values()), prompts, new_tokens=most_new,
+            repetition=self._repetition,
+        )  # fmt: skip
         # All methods are measured in one call, whose seconds count for the first of them.
         for candidate, fidelity in zip(ready, fidelities, strict=True):
             yield candidate, _try(functools.partial(_per_layer, fidelity), start)
@@ -331,7 +341,7 @@ class _Measure:
             once = ReadOnce(
                 self.model, prompts, list(ready.values()), max_prompt=padded + room,
                 max_new=bucket(most_new, None, None),
-                max_length=longest + question_length + most_new,
+                max_length=longest + question_length + most_new, repetition=self._repetition,
             )  # fmt: skip
         except Exception as error:
             yield from ((candidate, _failed(error)) for candidate in ready)

@@ -50,12 +50,12 @@ class Material:
     ) -> None:
         self.grid, self.tokenizer, self._text, self._data = grid, tokenizer, text, data
         self._haystack = Haystack(tokenizer, text)
-        self._tokens = self._haystack.filler
+        self.tokens = self._haystack.filler
         longest = grid.lengths[-1]
-        if len(self._tokens) < longest and not set(grid.tasks) <= set(DATASETS):
+        if len(self.tokens) < longest and not set(grid.tasks) <= set(DATASETS):
             raise ValueError(
                 f"the text must have at least {longest} tokens for the longest prompts, "
-                f"got {len(self._tokens)}"
+                f"got {len(self.tokens)}"
             )
         # A cache of this object, so that the cases are freed with it.
         self.task = functools.cache(self._task)
@@ -85,9 +85,9 @@ class Material:
         # Without tasks that ask questions, attention is measured on windows of the text too.
         if "perplexity" in grid.tasks or not grid.answers:
             check_prompts(model, self.windows(length)[0][:1].tolist(), (Full(),), 0)
-        if self._tokens.max() >= model.vocab_size:
+        if self.tokens.max() >= model.vocab_size:
             raise ValueError(
-                f"the model has {model.vocab_size} tokens, got {self._tokens.max()} in the text"
+                f"the model has {model.vocab_size} tokens, got {self.tokens.max()} in the text"
             )
 
     def asked(self) -> dict[str, Any]:
@@ -130,8 +130,8 @@ class Material:
         """
         room = length - len(self._haystack.start)
         shares = (_GOLDEN * np.arange(self.count("perplexity", length))) % 1
-        starts = (shares * (len(self._tokens) - room + 1)).astype(int)
-        rows = [[*self._haystack.start, *self._tokens[start : start + room]] for start in starts]
+        starts = (shares * (len(self.tokens) - room + 1)).astype(int)
+        rows = [[*self._haystack.start, *self.tokens[start : start + room]] for start in starts]
         return np.array(rows, np.int32), length - min(_CONTINUATION, length // 4)
 
     def digest(self, unit: Unit) -> str:
@@ -149,8 +149,8 @@ class Material:
 
     def sample(self, most: int | None = None) -> list[int]:
         """Returns the first 2,048 tokens of the text, or at most `most`, for any grid."""
-        return self._tokens[:_SAMPLE][:most].tolist()
+        return self.tokens[:_SAMPLE][:most].tolist()
 
     def fingerprint(self) -> str:
         """Returns a hash of the text's tokens."""
-        return hashlib.sha256(self._tokens.tobytes()).hexdigest()[:16]
+        return hashlib.sha256(self.tokens.tobytes()).hexdigest()[:16]

@@ -20,6 +20,7 @@ from kvjax.devices import automatic
 from kvjax.generation.context import Context
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.prompt_checks import check_prompts
+from kvjax.generation.repetition import Repetition
 from kvjax.generation.steps import scan_steps
 from kvjax.protocol import Full, KVTransform
 
@@ -167,6 +168,7 @@ def measure_fidelities(
     budget: int | None = None,
     new_tokens: int = 1,
     questions: Sequence[Sequence[int]] | None = None,
+    repetition: Repetition | None = None,
 ) -> list[Fidelity]:
     """Measures recall and attention error of methods at the first tokens after a prompt.
 
@@ -198,6 +200,7 @@ def measure_fidelities(
         layer, row and head.
       new_tokens: number of decode steps to average over; the first one by default.
       questions: token ids that follow the prompt of each row; none by default.
+      repetition: as in `kvjax.read`.
 
     Returns:
       For each method, means over the new tokens.
@@ -230,7 +233,10 @@ def measure_fidelities(
                 f"budget must be at most the {longest + new_tokens} tokens of the longest row, "
                 f"got {budget}"
             )
-    run = FullRun(functional, prompts, transforms, new_tokens=new_tokens, questions=questions)
+    run = FullRun(
+        functional, prompts, transforms, new_tokens=new_tokens, questions=questions,
+        repetition=repetition,
+    )  # fmt: skip
     return [judge(run, run.context(transform), budget) for transform in transforms]
 
 
