@@ -5,9 +5,10 @@
 
 All questions are asked when the text has been read. It runs `kvjax profile`, then `kvjax eval`
 several times, each into a folder of its own below `--out`, and writes the commands with the seconds
-that they took to `commands.json`. It can be interrupted and called again at any time: finished cells
-are kept, and seconds add up. `--only NAME` runs some of the parts. The texts are Paul Graham's
-essays as RULER has them, and WikiText-2: its validation set for profiles, its test set for the loss.
+that they took to `commands.json`. It can be interrupted and called again at any time: finished
+cells are kept, and seconds add up. `--only NAME` runs some of the parts. The texts are Paul
+Graham's essays as RULER has them, and WikiText-2: its validation set for profiles, its test set for
+the loss.
 """
 
 from __future__ import annotations
