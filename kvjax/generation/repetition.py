@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from kvjax.protocol import KVTransform
 
 _OVERLAP = 8  # tokens of the piece before, after which a further piece is asked to begin
 _MULTIPLE = 64  # lengths of pieces are multiples of it, so that few are compiled
+_LEAST = 32  # tokens of the shortest piece by which a prompt is repeated
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class Repetition:
     Args:
       first: token ids between the prompt and its first piece; none by default.
       further: token ids before a further piece; the last 8 tokens of the piece before follow them.
-      piece: tokens of a piece; 2,048, as in the paper's code.
+      piece: tokens of a piece at most; 2,048, as in the paper's code. Pieces are shorter where the
+        model has fewer positions behind the prompt.
 
     Raises:
       TypeError, ValueError: `piece` is no int, or below 1.
@@ -63,6 +66,33 @@ class Repetition:
             "\n\nRepeat the part of the previous context exactly, starting with",
         )
         return cls(*(tuple(tokenizer(x, add_special_tokens=False).input_ids) for x in texts))
+
+    @property
+    def longest_instruction(self) -> int:
+        """Most tokens before a piece."""
+        return max(len(self.first), len(self.further) + _OVERLAP)
+
+    def fitting(self, length: int, max_positions: int | None) -> Repetition:
+        """Returns the repetition whose pieces fit behind a prompt, into the model's positions.
+
+        Args:
+          length: tokens of the prompt, and of all before it.
+          max_positions: of the model; None: no limit.
+
+        Raises:
+          ValueError: a piece would have fewer than 32 tokens.
+        """
+        if max_positions is None:
+            return self
+        piece = min(self.piece, max_positions - length - self.longest_instruction)
+        if piece < min(_LEAST, self.piece):
+            most = max_positions - self.longest_instruction - min(_LEAST, self.piece)
+            raise ValueError(
+                f"a prompt that is repeated may have {most} tokens at most, so that the model's "
+                f"{max_positions} positions have room for the instruction and a piece of it, got "
+                f"{length}"
+            )
+        return dataclasses.replace(self, piece=piece)
 
 
 class Pieces(NamedTuple):
@@ -98,7 +128,7 @@ def pieces_of(
     width, piece = group.tokens.shape[1], repetition.piece
     numbers = range(len(prompts)) if group.rows is None else group.rows
     count = -(-width // piece)
-    before = max(len(repetition.first), (len(repetition.further) + _OVERLAP) * (count > 1))
+    before = repetition.longest_instruction if count > 1 else len(repetition.first)
     size = -(-(min(piece, width) + before) // _MULTIPLE) * _MULTIPLE
     tokens = np.zeros((len(numbers), count, size), np.int32)
     positions = np.full(tokens.shape, -1, np.int32)

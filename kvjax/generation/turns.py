@@ -62,7 +62,7 @@ def begin(
     groups = grouped(prompts, widths, layers, size.mesh)
     length, repetitions = np.array([len(prompt) for prompt in prompts], np.int32), None
     if wants_repetition(layers):
-        repetition = Repetition() if repetition is None else repetition
+        repetition = (repetition or Repetition()).fitting(int(length.max()), model.max_positions)
         repetitions = [pieces_of(repetition, g, prompts, length, size.mesh) for g in groups]
     logits, caches = read_prompt(model, layers, groups, size, compiler, on_layer, last, repetitions)
     return Context(
@@ -115,6 +115,8 @@ def further(
     groups = grouped(rows, widths, context.layers, mesh, length)
     repetitions = None
     if repetition is not None and wants_repetition(context.layers):
+        longest = int((length + count)[count > 0].max())
+        repetition = repetition.fitting(longest, model.max_positions)
         repetitions = [pieces_of(repetition, g, rows, length + count, mesh) for g in groups]
     logits, caches = read_prompt(
         model, context.layers, groups, context.caches, compiler, on_layer, last, repetitions

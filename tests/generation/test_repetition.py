@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import jax
 import numpy as np
 import pytest
 
@@ -127,3 +128,30 @@ def test_the_logits_are_those_of_the_prompt():
     full = read(transform=kvjax.Full())
     looked = read(transform=kvjax.KVzip(BUDGET, fit=True), repetition=REPETITION)
     close(looked.logits, full.logits)
+
+
+@pytest.mark.parametrize("parts", [True, False])
+def test_pieces_are_as_long_as_positions_allow(parts):
+    """A prompt of 150 tokens of 200: pieces of 200 - 150 - 9 tokens."""
+    few = random_decoder(DecoderConfig(**SIZES | {"max_positions": 200}), seed=3)
+    functional = as_functional(few)
+    if not parts:
+        functional = dataclasses.replace(functional, parts=None)
+    tx = kvjax.KVzip(BUDGET)
+    read = functools.partial(
+        kvjax.read, functional, PROMPTS[:1], transform=tx, max_new=4, dtype=np.float32
+    )
+    shorter = dataclasses.replace(REPETITION, piece=41)
+    assert REPETITION.fitting(150, 200) == shorter
+    for x, y in zip(
+        jax.tree.leaves(read(repetition=REPETITION).caches),
+        jax.tree.leaves(read(repetition=shorter).caches), strict=True,
+    ):  # fmt: skip
+        np.testing.assert_array_equal(x, y)
+
+
+def test_a_prompt_without_room_for_its_repetition_is_refused():
+    few = random_decoder(DecoderConfig(**SIZES | {"max_positions": 190}), seed=3)
+    message = "149 tokens at most, .* the model's 190 positions .* got 150"
+    with pytest.raises(ValueError, match=message):
+        kvjax.read(few, PROMPTS, transform=kvjax.KVzip(BUDGET), repetition=REPETITION, max_new=4)
