@@ -38,8 +38,10 @@ def worker(model_folder: str, text: str, method: str, budget: float, tokens: int
     prompt = tokenizer(Path(text).read_text()).input_ids[:tokens]
     if len(prompt) < tokens:
         raise ValueError(f"the text must have {tokens} tokens, got {len(prompt)}")
-    transform = kvjax.parse(method, budget)
-    kvjax.read(model, [prompt[:64]], transform=transform, max_new=64)
+    transform = kvjax.calibrated(kvjax.parse(method, budget), model, [])
+    repetition = kvjax.Repetition.of(tokenizer)
+    options = {"transform": transform, "max_new": 64, "repetition": repetition}
+    kvjax.read(model, [prompt[:64]], **options)
     found, read_layer = [], prompt_pass._read_layer
 
     class Watched:
@@ -57,7 +59,7 @@ def worker(model_folder: str, text: str, method: str, budget: float, tokens: int
     prompt_pass._read_layer = Watched()
     forget_peak()
     before = resident("VmRSS")
-    context = kvjax.read(model, [prompt], transform=transform, max_new=64)
+    context = kvjax.read(model, [prompt], **options)
     row = {
         "method": method,
         "grown": resident("VmHWM") - before,

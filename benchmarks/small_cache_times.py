@@ -1,0 +1,171 @@
+"""Seconds and bytes of `by_head(kvzip)` beside the full cache and SnapKV, in one process.
+
+    python benchmarks/small_cache_times.py --model FOLDER --text book.txt \\
+        --profile heads.safetensors --out benchmarks/results/small_cache_times_smollm2.json
+
+- `reading`: seconds in which `kvjax.read` reads a document, method by method in turns, so that
+  drift of the machine hits all alike; medians, and their ratios to the full cache's.
+- `step`: seconds of a decode step, likewise.
+- `compiling`: seconds of the first call minus those of the second, from nothing: of reading a
+  document, of reading a question, and of the decode loop. `again` counts programs that a further
+  question and document of other lengths compile.
+- `bytes`: of a context, with room for 64 tokens of questions and 32 new ones, and without this
+  room; as shares of the full cache's with and without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+from common import Rows
+
+import kvjax
+from kvjax.attention.layer import layer_caches
+from kvjax.models import from_pretrained, load_tokenizer
+
+READ_TOKENS, STEP_TOKENS, BYTES_TOKENS, COMPILED_TOKENS = (1024, 4000), 7900, 4096, 1024
+ROOM, NEW = 64, 32  # tokens of questions and answers
+BUDGET = 0.05
+COMPILED: list[str] = []  # an entry for each program that XLA compiles
+
+
+def _notice(event: str, duration: float, **details: object) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        COMPILED.append(str(details))
+
+
+jax.monitoring.register_event_duration_secs_listener(_notice)
+
+
+def methods(model: Any, profile: str) -> dict[str, kvjax.KVTransform]:
+    """The methods by name."""
+    texts = {
+        "full": "full",
+        "snapkv": f"snapkv(budget={BUDGET})",
+        "kvzip": f"kvzip(budget={BUDGET}, room={ROOM})",
+        "by_head": f"by_head(kvzip(budget={BUDGET}, room={ROOM}), profile={profile!r})",
+        "by_head, fit": f"by_head(kvzip(budget={BUDGET}, room={ROOM}, fit=True), profile={profile!r})",
+        "by_head, 8 bits": f"by_head(chain(kvzip(budget={BUDGET}, room={ROOM}), quantize), "
+        f"profile={profile!r})",
+    }
+    return {name: kvjax.calibrated(kvjax.parse(text), model, []) for name, text in texts.items()}
+
+
+class Measure:
+    """The model, its text and the methods."""
+
+    def __init__(self, folder: str, text: str, profile: str) -> None:
+        self.model, tokenizer = from_pretrained(folder), load_tokenizer(folder)
+        self.ids = tokenizer(Path(text).read_text()).input_ids
+        self.repetition = kvjax.Repetition.of(tokenizer)
+        self.methods = methods(self.model, profile)
+
+    def read(self, name: str, tokens: int, start: int = 0) -> kvjax.Context:
+        """A document in the cache of a method."""
+        return kvjax.read(
+            self.model, [self.ids[start : start + tokens]], transform=self.methods[name],
+            max_prompt=tokens + ROOM, max_new=NEW, repetition=self.repetition,
+        )  # fmt: skip
+
+    def ask(self, context: kvjax.Context, length: int = 24) -> Any:
+        """An answer to some tokens."""
+        return kvjax.generate(
+            self.model, [self.ids[-length:]], context=context, max_new_tokens=NEW, end_tokens=(),
+        )  # fmt: skip
+
+    def reading(self, tokens: int, rounds: int) -> dict[str, Any]:
+        """Seconds of reading, by method."""
+        seconds: dict[str, list[float]] = {name: [] for name in self.methods}
+        for number in range(1 + rounds):  # the first compiles
+            for name in self.methods:
+                start = time.perf_counter()
+                jax.block_until_ready(self.read(name, tokens).caches)
+                if number:
+                    seconds[name].append(time.perf_counter() - start)
+        return _medians(seconds)
+
+    def step(self, names: tuple[str, ...], tokens: int, rounds: int) -> dict[str, Any]:
+        """Seconds of a step, by method."""
+        contexts = {name: self.read(name, tokens) for name in names}
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        for number in range(1 + rounds):
+            for name, context in contexts.items():
+                result = self.ask(context)
+                if number:
+                    seconds[name].append(result.tpot_s)
+        return _medians(seconds)
+
+    def compiling(self, name: str, tokens: int) -> dict[str, Any]:
+        """Seconds of compiling, from nothing."""
+        jax.clear_caches()
+        seconds: dict[str, list[float]] = {"document": [], "question and loop": []}
+        for _ in range(2):
+            start = time.perf_counter()
+            context = self.read(name, tokens)
+            jax.block_until_ready(context.caches)
+            seconds["document"].append(time.perf_counter() - start)
+            start = time.perf_counter()
+            self.ask(context)
+            seconds["question and loop"].append(time.perf_counter() - start)
+        before = len(COMPILED)
+        self.ask(self.read(name, tokens, 500), 17)
+        compiled = {part: round(first - second, 2) for part, (first, second) in seconds.items()}
+        return {**compiled, "again": len(COMPILED) - before}
+
+    def bytes(self, name: str, tokens: int) -> dict[str, float]:
+        """Bytes of a context, as shares of the full cache's."""
+        context = self.read(name, tokens)
+        parts = [part.kv for cache in context.caches for part in layer_caches(cache)]
+        # A slot of a head has the same bytes in all heads.
+        slots = sum(kv.capacity * kv.shape[1] for kv in parts)
+        room = (ROOM + NEW) * sum(kv.shape[1] for kv in parts)
+        without_room = context.nbytes * (1 - room / slots)
+        full_without_room = context.full_nbytes * tokens / (tokens + ROOM + NEW)
+        return {
+            "bytes": context.nbytes,
+            "share": round(context.nbytes / context.full_nbytes, 4),
+            "without_room": round(without_room / full_without_room, 4),
+        }
+
+
+def _medians(seconds: dict[str, list[float]]) -> dict[str, Any]:
+    medians = {name: statistics.median(each) for name, each in seconds.items()}
+    ratios = {name: round(each / medians["full"], 3) for name, each in medians.items()}
+    return {"seconds": {name: round(x, 5) for name, x in medians.items()}, "over_full": ratios}
+
+
+def main() -> None:
+    """Measures the rows that the file does not have yet."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="folder or GGUF file")
+    parser.add_argument("--text", required=True, help="UTF-8 file of at least 10,000 tokens")
+    parser.add_argument("--profile", required=True, help="file of kvjax profile")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", required=True)
+    args = parser.parse_args()
+    measure = Measure(args.model, args.text, args.profile)
+    settings = {"model": Path(args.model).name, "budget": BUDGET, "rounds": args.rounds}
+    rows = Rows(args.out, {"benchmark": "small_cache_times", "settings": settings})
+    for name in ("snapkv", "by_head"):  # first, as long as nothing is compiled
+        if not rows.has(what="compiling", method=name):
+            row = measure.compiling(name, COMPILED_TOKENS)
+            rows.add(what="compiling", method=name, tokens=COMPILED_TOKENS, **row)
+    for name in measure.methods:
+        if not rows.has(what="bytes", method=name):
+            row = measure.bytes(name, BYTES_TOKENS)
+            rows.add(what="bytes", method=name, tokens=BYTES_TOKENS, **row)
+    for tokens in READ_TOKENS:
+        if not rows.has(what="reading", tokens=tokens):
+            rows.add(what="reading", tokens=tokens, **measure.reading(tokens, args.rounds))
+    if not rows.has(what="step"):
+        names = ("full", "snapkv", "by_head", "by_head, 8 bits")
+        rows.add(what="step", tokens=STEP_TOKENS, **measure.step(names, STEP_TOKENS, args.rounds))
+
+
+if __name__ == "__main__":
+    main()
