@@ -44,15 +44,14 @@ jax.monitoring.register_event_duration_secs_listener(_notice)
 
 def methods(model: Any, profile: str) -> dict[str, kvjax.KVTransform]:
     """The methods by name."""
-    texts = {
-        "full": "full",
-        "snapkv": f"snapkv(budget={BUDGET})",
-        "kvzip": f"kvzip(budget={BUDGET}, room={ROOM})",
-        "by_head": f"by_head(kvzip(budget={BUDGET}, room={ROOM}), profile={profile!r})",
-        "by_head, fit": f"by_head(kvzip(budget={BUDGET}, room={ROOM}, fit=True), profile={profile!r})",
-        "by_head, 8 bits": f"by_head(chain(kvzip(budget={BUDGET}, room={ROOM}), quantize), "
-        f"profile={profile!r})",
+    kvzip = f"kvzip(budget={BUDGET}, room={ROOM})"
+    inside = {
+        "by_head": kvzip,
+        "by_head, fit": kvzip.replace(")", ", fit=True)"),
+        "by_head, 8 bits": f"chain({kvzip}, quantize)",
     }
+    texts = {"full": "full", "snapkv": f"snapkv(budget={BUDGET})", "kvzip": kvzip}
+    texts |= {name: f"by_head({text}, profile={profile!r})" for name, text in inside.items()}
     return {name: kvjax.calibrated(kvjax.parse(text), model, []) for name, text in texts.items()}
 
 

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.scipy.linalg import cho_factor, cho_solve, solve_triangular
 from jaxtyping import Array, Bool, Float
 
@@ -198,6 +197,8 @@ def _masses(
 
     With `R` for which `RᵀR = AᵀA`, `‖R B − R⁻ᵀAᵀ1‖` and `‖A B − 1‖` have the same minimum.
     """
+    import optax  # here, so that importing kvjax does without it
+
     squares = jnp.diagonal(gram)
     length = jnp.sqrt(jnp.where(squares > UNSEEN, squares, 1))
     gram = gram / length[:, None] / length[None]
