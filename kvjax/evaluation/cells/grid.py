@@ -24,7 +24,8 @@ METHODS = (
     "quest", "quantize",
 )  # fmt: skip
 ALL_METHODS = (
-    "full", "streaming_llm", "h2o", "snapkv", "kvzip", "chelsea", "kvmerger", "kvcrush(snapkv)",
+    "full", "streaming_llm", "h2o", "snapkv", "kvzip", "by_head(kvzip)", "chelsea", "kvmerger",
+    "kvcrush(snapkv)",
     "pyramidkv", "pyramidinfer", "cam(streaming_llm)", "clusterkv", "quest", "infinigen",
     "layer_budget", "spindlekv",
 )  # fmt: skip
