@@ -25,9 +25,8 @@ METHODS = (
 )  # fmt: skip
 ALL_METHODS = (
     "full", "streaming_llm", "h2o", "snapkv", "kvzip", "by_head(kvzip)", "chelsea", "kvmerger",
-    "kvcrush(snapkv)",
-    "pyramidkv", "pyramidinfer", "cam(streaming_llm)", "clusterkv", "quest", "infinigen",
-    "layer_budget", "spindlekv",
+    "kvcrush(snapkv)", "pyramidkv", "pyramidinfer", "cam(streaming_llm)", "clusterkv", "quest",
+    "infinigen", "layer_budget", "spindlekv",
 )  # fmt: skip
 BUDGETS = (0.1, 0.2)
 LENGTHS = (512, 2048)
