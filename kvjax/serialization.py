@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from kvjax.attention.layer import LayerCache, QueryWindow, Reading
+from kvjax.attention.layer import LayerCache, QuerySample, QueryWindow, Reading
 from kvjax.budgets.budgets import Share
 from kvjax.budgets.heads import HeadShares
 from kvjax.budgets.layers import LayerBudget
@@ -66,7 +66,7 @@ NODES = {
     for node in (
         AttentionOptions, CaMState, Channels, Clusters, CodebookPayload, Column, Dense, Encoded,
         Generated, KVCache, KVCrushState, LayerCache, Offloaded, Pages, Passes, Quantized,
-        QueryWindow, Reading, Recent, Repeated, Resident, Rope, Wrapped,
+        QuerySample, QueryWindow, Reading, Recent, Repeated, Resident, Rope, Wrapped,
     )
 }  # fmt: skip
 # Classes of static values, by the names of the classes. Methods have the names of the registry.

@@ -19,11 +19,17 @@ import kvjax
 import kvjax.attention.attend as attending
 from kvjax.protocol import KVTransform
 from tests.compose.test_conformance import CASES, LENGTHS, STEPS, WIDTH, tokens
-from tests.support.attending import new_cache, right, the_rope
+from tests.support.attending import (
+    REPEATED,
+    looks_at_repetition,
+    new_cache,
+    right,
+    the_rope,
+)
 
 
 def programs(transform: KVTransform, cache, batch=3) -> dict[str, jax.export.Exported]:
-    """A prompt, a step, and a flush where there is one.
+    """A prompt, its repetition if the method looks at that, a step, and a flush if there is one.
 
     Args:
       cache: an empty one, or its shapes with the memory that its arrays are in.
@@ -31,8 +37,10 @@ def programs(transform: KVTransform, cache, batch=3) -> dict[str, jax.export.Exp
     """
     made = {}
     rope = jax.eval_shape(the_rope)
-    for phase, width in (("prompt", WIDTH), ("decode", 1)):
-        call = functools.partial(kvjax.attend, transform, phase=phase)
+    repeated = [("repetition", REPEATED)] if looks_at_repetition(transform) else []
+    for phase, width in (("prompt", WIDTH), *repeated, ("decode", 1)):
+        last = phase != "prompt" or not repeated
+        call = functools.partial(kvjax.attend, transform, phase=phase, last=last)
         given = jax.eval_shape(lambda width=width: tokens().at(right([0] * 3, LENGTHS, width)))
         given = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in given]
         made[phase] = jax.export.export(jax.jit(call))(cache, *given, rope=rope)
@@ -52,6 +60,9 @@ def results(made: dict[str, jax.export.Exported], cache, rows=(0, 1, 2)) -> list
     at = right([0] * len(rows), lengths, WIDTH)
     out, cache = made["prompt"].call(cache, *own.at(at), rope=the_rope())
     found.append(out)
+    if "repetition" in made:
+        where = right(lengths.tolist(), [REPEATED] * len(rows), REPEATED)
+        _, cache = made["repetition"].call(cache, *own.at(where), rope=the_rope())
     for step in range(STEPS):
         now = (lengths + step)[:, None]
         out, cache = made["decode"].call(cache, *own.at(now), rope=the_rope())
