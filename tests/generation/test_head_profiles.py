@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 import kvjax
 from kvjax.budgets.profile import shares
-from kvjax.generation.head_profiles import kept_profile, sample_of
+from kvjax.generation.head_profiles import kept_profile, sample_of, with_profiles_of_files
 from kvjax.generation.model import as_functional
 from kvjax.models import random_decoder
 from tests.generation.test_generate import CONFIG, RAGGED, model
@@ -113,6 +113,41 @@ def test_a_file_brings_it_back_and_is_refused_for_other_weights(tmp_path):
     assert kvjax.parse(kvjax.unparse(named)) == named
     found = kvjax.calibrated(named, model(), [])
     assert found.profile == profile and found.base == kvjax.KVzip(0.25)
+
+
+def test_a_file_is_refused_for_another_method_or_shape(tmp_path):
+    """Parameters that change no score do not count."""
+    path = str(tmp_path / "heads.safetensors")
+    kvjax.save_profile(path, kvjax.HeadProfile(np.ones((2, 2, 3)), "kvzip"), model())
+    fitted = kvjax.ByHead(kvjax.KVzip(0.5, fit=True, room=8), path)
+    other = kvjax.ByHead(kvjax.KVzip(0.5, values=False), path)
+    assert kvjax.calibrated(fitted, model(), []).profile.method == "kvzip"
+    assert with_profiles_of_files(fitted, 2, 2).profile.method == "kvzip"
+    made = []
+    chosen = kvjax.PerLayer(lambda layer, _: other if layer else kvjax.ByHead(SNAPKV))
+    for refused in (
+        lambda: kvjax.calibrated(chosen, model(), RAGGED[:1], on_profile=made.append),
+        lambda: with_profiles_of_files(chosen, 2, 2),
+    ):
+        with pytest.raises(ValueError, match=r"of kvzip, and by_head here needs one of kvzip\(val"):
+            refused()
+    assert not made, "files come first"
+    with pytest.raises(ValueError, match="2 layers of 2 KV heads, and this one 4 of 2"):
+        with_profiles_of_files(fitted, 4, 2)
+    unnamed = kvjax.ByHead(kvjax.KVzip(0.5))
+    assert with_profiles_of_files(unnamed, 4, 2) is unnamed
+
+
+def test_a_method_without_a_name_is_refused_before_anything_is_read():
+    class Mine(kvjax.SnapKV):
+        """Has no name in texts."""
+
+    def call(*args, **options):
+        pytest.fail("the model was called")
+
+    unread = kvjax.FunctionalModel(call, (), LAYERS, HEADS * GROUP, HEADS, DIM, VOCAB)
+    with pytest.raises(ValueError, match=r"needs a name \(kvjax.register\)"):
+        kvjax.calibrate_heads(unread, Mine(0.5), SAMPLE)
 
 
 def test_what_is_no_profile_is_refused(tmp_path):
