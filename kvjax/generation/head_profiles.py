@@ -37,6 +37,7 @@ from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.prompt_checks import check_prompts
 from kvjax.generation.repetition import Repetition
 from kvjax.generation.turns import begin
+from kvjax.messages import brief
 from kvjax.protocol import KVTransform, check_transform
 from kvjax.registry import unparse
 
@@ -62,6 +63,10 @@ def calibrate_heads(
     heads of all layers together make a ladder of thresholds. A head's share at a threshold is that
     of its tokens with higher scores, averaged over the texts; see `kvjax.budgets.profile`.
 
+    Layers with sliding windows hold their windows, whatever the method does elsewhere (`bind`). So
+    the layers without one share the budget; heads of the others get the mean share, for texts that
+    are no longer than a window.
+
     Args:
       model: as for `kvjax.generate`.
       transform: a method that keeps the tokens with the highest scores at a prompt's end, such as
@@ -73,8 +78,8 @@ def calibrate_heads(
       The profile for `kvjax.ByHead`.
 
     Raises:
-      TypeError, ValueError: what `kvjax.generate` raises for prompts; a method without scores; a
-        model with sliding windows, whose layers hold what they see.
+      TypeError, ValueError: what `kvjax.generate` raises for prompts; a method without scores or
+        without a name; a model all of whose layers have sliding windows.
 
     Example:
       >>> import kvjax
@@ -91,6 +96,13 @@ def calibrate_heads(
     if getattr(foreseen(transform, "prompt"), "score", None) is None:
         raise ValueError(f"calibrate_heads needs a method that scores tokens, got {transform!r}")
     name = heads_method(transform)  # raises where there is none
+    windows = functional.windows or (None,) * functional.num_layers
+    whole = np.array([window is None for window in windows])  # layers without a window
+    if not whole.any():
+        raise ValueError(
+            "calibrate_heads needs a model with layers without a sliding window, which alone hold "
+            f"more than their windows, got windows of {brief(windows)}"
+        )
     check_prompts(functional, sample, (transform,), 0)
     layers = bind(transform, functional.num_layers)
     scores = []
@@ -101,8 +113,12 @@ def calibrate_heads(
             functional, [text], [width], transform, layers, size, Compiler(), on_layer=None,
             last=False, repetition=repetition,
         )  # fmt: skip
-        scores.append(np.stack([np.asarray(_head_scores(reading)) for reading in context.caches]))
-    return HeadProfile(profile(scores, ladder(scores)), name)
+        readings = [reading for reading, x in zip(context.caches, whole, strict=True) if x]
+        scores.append(np.stack([np.asarray(_head_scores(reading)) for reading in readings]))
+    of_whole = profile(scores, ladder(scores))
+    table = np.tile(of_whole.mean((0, 1)), (functional.num_layers, functional.kv_heads, 1))
+    table[whole] = of_whole
+    return HeadProfile(table, name)
 
 
 def heads_method(method: KVTransform) -> str:
@@ -326,6 +342,11 @@ def _profile_in(part: ByHead, model: LanguageModel | FunctionalModel | None = No
       ValueError: as `load_profile`, or the profile is of another method's scores.
     """
     path, method = str(part.profile), heads_method(part.method)
+    if not Path(path).exists():
+        raise ValueError(
+            f"there is no profile of heads at {path}: kvjax profile --method {method!r} --out "
+            f"{path} makes one, and by_head without profile= finds its own"
+        )
     profile = _read(Path(path))[0] if model is None else load_profile(path, model)
     if profile.method != method:
         raise ValueError(

@@ -251,8 +251,9 @@ def _with_stand_ins(transform: KVTransform, model: FunctionalModel) -> KVTransfo
 
 def _equal_heads(method: KVTransform, heads: MethodHeads) -> KVTransform:
     """Returns what a `ByHead` without profile is around; a function for `map_methods`."""
-    has_no_profile = isinstance(method, ByHead) and method.profile is None
-    return method.base if has_no_profile else method
+    if isinstance(method, ByHead) and method.profile is None:
+        return method.base
+    return method
 
 
 def abstract_mesh(sizes: Iterable[tuple[str, int]]) -> AbstractMesh:

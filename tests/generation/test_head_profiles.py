@@ -97,6 +97,22 @@ def test_it_is_made_of_the_references_scores(method, score):
     assert "budget" not in profile.method
 
 
+def test_layers_with_a_window_get_the_mean_of_the_others():
+    """They are rings, and hold their windows: the others share the budget."""
+    sizes = tuple(map(jnp.asarray, TABLES)), LAYERS, HEADS * GROUP, HEADS, DIM, VOCAB
+    windowed = kvjax.FunctionalModel(looked_up, *sizes, windows=(None, 16))
+    profile = kvjax.calibrate_heads(windowed, kvjax.SnapKV(0.5, window=8, kernel=3), SAMPLE)
+    scores = [np.array([[snapkv_score(text, 0, h) for h in range(HEADS)]]) for text in SAMPLE]
+    for budget in (0.05, 0.2, 0.5):
+        first, second = shares(profile.table, budget)
+        expected = head_shares.shares(scores, budget)[0]
+        np.testing.assert_allclose(first, expected, atol=1.01 / 41)
+        np.testing.assert_allclose(second, first.mean(), rtol=1e-5)
+    rings = kvjax.FunctionalModel(looked_up, *sizes, windows=(16, 16))
+    with pytest.raises(ValueError, match=r"without a sliding window.*\(16, 16\)"):
+        kvjax.calibrate_heads(rings, SNAPKV, SAMPLE)
+
+
 def test_a_file_brings_it_back_and_is_refused_for_other_weights(tmp_path):
     path = tmp_path / "heads.safetensors"
     profile = kvjax.calibrate_heads(model(), kvjax.KVzip(0.5), RAGGED[:1])
