@@ -18,7 +18,7 @@
 # document itself ask: the model repeats it, and what the repetition looks up stays. Most heads look
 # up next to nothing, so that the budget is shared among the heads, by a profile of the model.
 #
-# *It runs from top to bottom on a CPU in under a minute. In Colab, **File → Upload notebook**
+# *It runs from top to bottom on a CPU in under three minutes. In Colab, **File → Upload notebook**
 # takes this file, and **File → Open notebook → GitHub** the address of its repository.*
 
 # %% cellView="form"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 import kvjax
 from kvjax.attention.layer import Reading
@@ -183,7 +183,8 @@ def save_profile(
     about["model"] = json.dumps(description)
     temporary = path.with_name(path.name + ".part")  # so that a reader never sees half a file
     with writing(path):
-        save_file({"table": profile.table}, temporary, metadata=about)
+        # Written here, since errors of safetensors' own writing are no OSError.
+        temporary.write_bytes(save({"table": profile.table}, metadata=about))
         os.replace(temporary, path)
 
 

@@ -166,6 +166,12 @@ def test_a_method_without_a_name_is_refused_before_anything_is_read():
         kvjax.calibrate_heads(unread, Mine(0.5), SAMPLE)
 
 
+def test_where_it_cannot_be_written_is_an_error_of_the_system(tmp_path):
+    path = tmp_path / "nowhere" / "heads"
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        kvjax.save_profile(path, kvjax.HeadProfile(np.ones((2, 2, 3)), "kvzip"), model())
+
+
 def test_what_is_no_profile_is_refused(tmp_path):
     path = tmp_path / "file"
     with pytest.raises(ValueError, match="cannot read"):
