@@ -317,10 +317,12 @@ class KVTransform:
     Class attributes:
       stage: where it stands in a chain.
       paper: name and arXiv number, for listings.
+      unscored: parameters that change no score, so that a profile of heads (`ByHead`) serves all.
     """
 
     stage: ClassVar[Stage] = Stage.EVICT
     paper: ClassVar[str] = ""
+    unscored: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs):
         """Refuses fields that would replace a member of a base class without a word.

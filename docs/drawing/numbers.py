@@ -8,7 +8,6 @@ from matplotlib.patches import Rectangle
 
 import kvjax
 from kvjax import plot
-from kvjax.budgets.profile import shares
 from kvjax.models import demo, load_tokenizer
 from kvjax.plot.looks import COLOURS
 
@@ -158,18 +157,10 @@ def shares_of_heads(material: Material, budget: float = 0.1, tokens: int = 1024)
     """Which share of its tokens each head keeps at a budget, from two texts."""
     tokenizer = load_tokenizer(demo.directory())
     texts = {"docstrings": demo.held_out_text(), "the document": demo.document().text}
-    figure, axes = new_figure(2.8)
-    for (name, text), colour in zip(texts.items(), (KEPT, OTHER), strict=True):
+    profiles = {}
+    for name, text in texts.items():
         sample = tokenizer(text, add_special_tokens=False).input_ids[:tokens]
-        profile = kvjax.calibrate_heads(material.model, kvjax.KVzip(budget), [sample])
-        each = shares(profile.table, budget)
-        axes.plot(each.ravel(), "o", color=colour, label=name, markersize=5, alpha=0.8)
-    layers, heads = each.shape
-    for layer in range(1, layers):
-        axes.axvline(layer * heads - 0.5, color="0.85", linewidth=0.8)
-    axes.axhline(budget, color="0.6", linewidth=0.8)
-    centres = [layer * heads + (heads - 1) / 2 for layer in range(layers)]
-    axes.set(xlabel="layer, by KV head", ylabel="share kept", ylim=(0, None))
-    axes.set_xticks(centres, map(str, range(layers)))
-    axes.legend(frameon=False)
+        profiles[name] = kvjax.calibrate_heads(material.model, kvjax.KVzip(budget), [sample])
+    figure, axes = new_figure(2.8)
+    plot.head_shares(axes, profiles, budget)
     return figure

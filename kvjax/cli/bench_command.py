@@ -19,7 +19,7 @@ from kvjax.checks import check_count
 from kvjax.cli import options
 from kvjax.cli.bench_table import print_report
 from kvjax.cli.inputs import model_path
-from kvjax.cli.opened import check_counts, model_name
+from kvjax.cli.opened import check_counts, model_name, profiled
 from kvjax.cli.plan_command import looked_up_bytes
 from kvjax.cli.terminal import Display, print_dropped
 from kvjax.evaluation.cells.grid import Candidate
@@ -40,8 +40,8 @@ _DRAWING = 3
 
 
 # The measured model: a configuration with the measured layers, the model's number of layers, and a
-# function that loads the model and token ids for the prompts (None: random tokens).
-_Subject = tuple[Any, int, Callable[[], tuple[Any, list[int] | None]]]
+# function that loads the model and its tokenizer (None: prompts are random tokens).
+_Subject = tuple[Any, int, Callable[[], tuple[Any, Any]]]
 
 DESCRIPTION = """\
 Measures methods against the full cache: time to the first token and per further
@@ -83,6 +83,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Runs `kvjax bench`: prints two tables, or one JSON object."""
+    # Imported here: kvjax works without kvjax.models, and help is faster without its imports.
+    from kvjax.models import demo
+
     check_counts(args, "tokens", "rounds", "layers")
     check_count("--new", args.new, 2)
     for batch in args.batch:
@@ -98,11 +101,18 @@ def run(args: argparse.Namespace) -> None:
         config, layers, load = (_model if args.shape is None else _shape)(args, dtype)
         _check(args, config, candidates)
         _check_memory(args, config, candidates, dtype)
-        model, text = load()
+        model, tokenizer = load()
+        methods = {name: candidate.transform for name, candidate in candidates.items()}
+        text = None
+        if tokenizer is not None:
+            text = tokenizer(demo.held_out_text(), add_special_tokens=False).input_ids
+            methods = {
+                name: profiled(tx, model, tokenizer, config.max_positions, display)
+                for name, tx in methods.items()
+            }
         report = measure_speed(
-            model, {name: candidate.transform for name, candidate in candidates.items()},
-            prompt_tokens=args.tokens, new_tokens=args.new, batches=args.batch, rounds=args.rounds,
-            text=text, dtype=dtype, looked_up=looked_up_bytes(model),
+            model, methods, prompt_tokens=args.tokens, new_tokens=args.new, batches=args.batch,
+            rounds=args.rounds, text=text, dtype=dtype, looked_up=looked_up_bytes(model),
             on_progress=display.show,
         )  # fmt: skip
     record = {
@@ -132,16 +142,14 @@ def run(args: argparse.Namespace) -> None:
 
 def _model(args: argparse.Namespace, dtype: str) -> _Subject:
     """Returns a model with its own weights, whose prompts are the bundled held-out text."""
-    # Imported here: kvjax works without kvjax.models, and help is faster without its imports.
-    from kvjax.models import demo, from_pretrained, load_tokenizer, read_config
+    from kvjax.models import from_pretrained, load_tokenizer, read_config
 
     path = model_path(args.model)
     config = read_config(path)
 
-    def load() -> tuple[Any, list[int]]:
+    def load() -> tuple[Any, Any]:
         tokenizer = load_tokenizer(path)
-        text = tokenizer(demo.held_out_text(), add_special_tokens=False).input_ids
-        return from_pretrained(path, dtype=dtype, allow_nonfinite=args.allow_nonfinite), text
+        return from_pretrained(path, dtype=dtype, allow_nonfinite=args.allow_nonfinite), tokenizer
 
     return config, config.num_layers, load
 

@@ -20,11 +20,14 @@ _MOST_PROMPT = 4096  # maximum tokens of the default of --max-prompt
 DESCRIPTION = f"""\
 A conversation whose whole history is one compressed cache. A line is a turn, and
 so are lines that are pasted together; {HELP}
-Ctrl-C ends an answer that is being written, and clears a line that has been begun."""
+Ctrl-C ends an answer that is being written, and clears a line that has been begun.
+If the first turn is a long text, by_head(kvzip) keeps the part of it that later
+turns may ask for."""
 EXAMPLES = """\
 examples:
   kvjax chat --model DIR
   kvjax chat --model smollm2
+  kvjax chat --model DIR --method 'by_head(kvzip)' --budget 0.1
   kvjax chat --model DIR --method h2o --budget 512 --system 'Be brief.'"""
 
 
@@ -82,6 +85,7 @@ class Conversation:
             self._transform = kvjax.in_slots(transform, self._room[0])
             opened.bind(self._transform)
             self._model = opened.load(args)
+            self._transform = opened.with_profiles(self._transform, self._model)
         self._sampling = opened.sampling(args)
         self.reset()
 

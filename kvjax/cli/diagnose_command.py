@@ -85,11 +85,14 @@ def run(args: argparse.Namespace) -> None:
         opened = OpenedModel(args.model, display)
         dialogue = opened.dialogue(args)
         prompt, question = _turns(dialogue, args, text)
-        candidates.check_model(opened.config.num_layers)
+        for candidate in candidates.candidates:
+            opened.bind(candidate.transform)
         check_prompts(opened.config, [[*prompt, *question]], (Full(),), args.new)
+        model = opened.load(args)
         diagnosis = diagnose(
-            opened.load(args), [prompt], [question], where=args.question, methods=args.methods,
-            budgets=args.budgets, new_tokens=args.new, on_progress=display.show,
+            model, [prompt], [question], where=args.question, methods=args.methods,
+            budgets=args.budgets, new_tokens=args.new, repetition=opened.repetition,
+            calibrate=lambda tx: opened.calibrated(tx, model, prompt), on_progress=display.show,
         )  # fmt: skip
         pictures = []
         if out is not None:

@@ -18,7 +18,12 @@ from kvjax.files import user_cache
 from kvjax.generation.calibration import CALIBRATION_TOKENS
 from kvjax.generation.chat import begins_twice
 from kvjax.generation.continuation import decoder
-from kvjax.generation.head_profiles import SAMPLE_TEXTS, sample_of, with_profiles
+from kvjax.generation.head_profiles import (
+    SAMPLE_TEXTS,
+    sample_of,
+    with_profiles,
+    with_profiles_of_files,
+)
 from kvjax.generation.sampling import unsupported_settings
 from kvjax.messages import brief, printable
 
@@ -38,7 +43,7 @@ class OpenedModel:
         # Imported here: kvjax works without kvjax.models, and help is faster without its imports.
         from kvjax.models import load_tokenizer, read_config
 
-        self.name = model_name(name)
+        self.name, self._display = model_name(name), display
         self.path: Path = model_path(name)
         display.show(0, None, f"loading the {'bundled ' if name is None else ''}model")
         # The configuration comes first: it tells whether the model is supported.
@@ -64,8 +69,14 @@ class OpenedModel:
         )
 
     def bind(self, transform: kvjax.KVTransform) -> tuple[kvjax.KVTransform, ...]:
-        """Returns a transform for each layer, for checks; layers with a window have rings."""
-        return kvjax.bind(transform, self.config.num_layers, self.config.windows)
+        """Returns a transform for each layer, for checks; layers with a window have rings.
+
+        Raises:
+          ValueError: the file of a profile holds none that fits the model's shape and the method.
+        """
+        config = self.config
+        transform = with_profiles_of_files(transform, config.num_layers, config.kv_heads)
+        return kvjax.bind(transform, config.num_layers, config.windows)
 
     def sampling(self, args: argparse.Namespace) -> kvjax.Sampling:
         """Returns how tokens are chosen, by the options of `add_sampling`.
@@ -106,10 +117,7 @@ class OpenedModel:
 
     def profile_sample(self) -> list[list[int]]:
         """Returns the texts from which profiles of heads are made."""
-        from kvjax.models import demo
-
-        text = self.tokenizer(demo.held_out_text(), add_special_tokens=False).input_ids
-        return sample_of(text, self.config.max_positions)
+        return profile_sample(self.tokenizer, self.config.max_positions)
 
     def calibrated(
         self, transform: kvjax.KVTransform, model: Any, prompt: Sequence[int]
@@ -119,10 +127,12 @@ class OpenedModel:
         Calibrations are made on the first tokens of the prompt. A profile of heads is found in the
         user's cache, or made from the bundled model's text, and a line on standard error says so.
         """
-        transform = with_profiles(
-            transform, model, self.profile_sample, self.repetition, _print_profile
-        )
+        transform = self.with_profiles(transform, model)
         return kvjax.calibrated(transform, model, [prompt[:CALIBRATION_TOKENS]])
+
+    def with_profiles(self, transform: kvjax.KVTransform, model: Any) -> kvjax.KVTransform:
+        """Returns a transform with the profiles of heads that it needs: see `profiled`."""
+        return profiled(transform, model, self.tokenizer, self.config.max_positions, self._display)
 
     def load(self, args: argparse.Namespace) -> Any:
         """Loads the model with its weights; compiled code is kept for the next process."""
@@ -132,14 +142,41 @@ class OpenedModel:
         return from_pretrained(self.path, allow_nonfinite=args.allow_nonfinite)
 
 
-def _print_profile(profile: kvjax.HeadProfile, seconds: float) -> None:
-    """Says on standard error that a profile has been made."""
-    place = user_cache()
-    kept = "" if place is None else f"; it is kept in {place / 'profiles'}"
-    print_line(
-        f"made a profile of the model's heads by the scores of {profile.method}, from "
-        f"{SAMPLE_TEXTS} pieces of the bundled model's text, in {seconds:.0f} s{kept}", "dim"
-    )  # fmt: skip
+def profiled(
+    transform: kvjax.KVTransform,
+    model: Any,
+    tokenizer: Any,
+    max_positions: int | None,
+    display: Display,
+) -> kvjax.KVTransform:
+    """Returns a transform in which every `ByHead` has a profile of the model.
+
+    It is found in the user's cache, or made from the bundled model's text, and a line on standard
+    error says so.
+    """
+
+    def sample() -> list[list[int]]:
+        display.show(0, None, "the profile of the model's heads, which is made at its first use")
+        return profile_sample(tokenizer, max_positions)
+
+    def print_made(profile: kvjax.HeadProfile, seconds: float) -> None:
+        place = user_cache()
+        kept = "" if place is None else f"; it is kept in {place / 'profiles'}"
+        display.line(
+            f"made a profile of the model's heads by the scores of {profile.method}, from "
+            f"{SAMPLE_TEXTS} pieces of the bundled model's text, in {seconds:.0f} s{kept}"
+        )
+
+    repetition = kvjax.Repetition.of(tokenizer)
+    return with_profiles(transform, model, sample, repetition, print_made)
+
+
+def profile_sample(tokenizer: Any, max_positions: int | None) -> list[list[int]]:
+    """Returns the texts from which profiles of heads are made, in the tokens of a model."""
+    from kvjax.models import demo
+
+    text = tokenizer(demo.held_out_text(), add_special_tokens=False).input_ids
+    return sample_of(text, max_positions)
 
 
 def model_name(name: str | None) -> str:

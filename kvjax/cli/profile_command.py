@@ -17,7 +17,7 @@ from kvjax.cli import options
 from kvjax.cli.inputs import check_text, read_text
 from kvjax.cli.opened import OpenedModel
 from kvjax.cli.terminal import Display
-from kvjax.files import check_folder
+from kvjax.files import check_folder, writing
 from kvjax.generation.head_profiles import sample_of
 
 DESCRIPTION = """\
@@ -64,6 +64,8 @@ def run(args: argparse.Namespace) -> None:
         start = time.monotonic()
         profile = kvjax.calibrate_heads(model, method, sample, repetition=opened.repetition)
         seconds = time.monotonic() - start
+        with writing(out):
+            out.parent.mkdir(parents=True, exist_ok=True)
         kvjax.save_profile(out, profile, model)
     layers, heads, _ = profile.table.shape
     each = {budget: np.sort(shares(profile.table, budget), None) for budget in _BUDGETS}

@@ -12,16 +12,22 @@ import kvjax
 from kvjax.cli import options
 from kvjax.cli.inputs import check_text, read_text
 from kvjax.cli.opened import OpenedModel, check_counts
-from kvjax.cli.terminal import Display, print_dropped, share
-from kvjax.generation.context_files import check_free
+from kvjax.cli.terminal import Display, print_dropped, print_line, share
+from kvjax.compose.walks import walk
+from kvjax.generation.context_files import check_free, check_saved
 from kvjax.generation.prompt_checks import check_prompts
+from kvjax.protocol import Stage
 
 DESCRIPTION = """\
 Reads a document into a compressed cache and saves that in a folder, for
-kvjax ask. What an earlier kvjax read wrote there is replaced, finished or not."""
+kvjax ask. What an earlier kvjax read wrote there is replaced, finished or not.
+By default every token stays, in 8 bits. by_head(kvzip) keeps the part of the
+document that questions may ask for, whatever they will be."""
 EXAMPLES = """\
 examples:
-  kvjax read book.txt --out book --model DIR --method quest --budget 0.2
+  kvjax read book.txt --out book --model DIR --method 'by_head(kvzip)' --budget 0.05
+  kvjax read book.txt --out book --model DIR
+      --method 'by_head(chain(kvzip, quantize))' --budget 0.05
   kvjax ask book 'Who is Ishmael?' 'What is the name of the ship?'"""
 
 
@@ -44,6 +50,7 @@ def run(args: argparse.Namespace) -> None:
     check_counts(args, "max_questions", "max_new")
     candidate, out = options.candidate(args), Path(args.out)
     _check_out(out)
+    check_saved(candidate.transform)
     text = check_text(read_text(args.document), "the document")
     with Display(not args.json) as display:
         opened = OpenedModel(args.model, display)
@@ -80,7 +87,17 @@ def run(args: argparse.Namespace) -> None:
         f"{args.out}: {len(document):,} tokens with {args.method} in "
         f"{decimal(context.nbytes)}, {share(record)} of the full cache"
     )
+    if _looks_at_the_end(candidate.transform):
+        print_line(
+            f"{args.method} keeps what the document's end looks at, and knows no question: "
+            "--method 'by_head(kvzip)' keeps what questions may ask for", "dim"
+        )  # fmt: skip
     print_dropped(args.method, context.dropped)
+
+
+def _looks_at_the_end(transform: kvjax.KVTransform) -> bool:
+    """Tells whether the last tokens of a prompt decide what is kept of it."""
+    return any(x.stage == Stage.EVICT and x.needs.query_window for x in walk(transform))
 
 
 def _absolute(model: str) -> str:

@@ -91,6 +91,10 @@ class Display(progress.Progress):
         """Shows the number of new tokens."""
         self.show(0, None, f"writing: {count:,} new tokens")
 
+    def line(self, line: str) -> None:
+        """Prints a line on standard error, above the display."""
+        _print_line(self.console, line, "dim")
+
     def text(self, piece: str) -> None:
         """Stops the display, and prints a piece of text on standard output."""
         self.stop()
@@ -156,4 +160,8 @@ def print_dropped(method: str, dropped: int) -> None:
 
 def print_line(line: str, style: str) -> None:
     """Prints a line on standard error without wrapping it."""
-    Console(stderr=True, highlight=False).print(line, style=style, soft_wrap=True, markup=False)
+    _print_line(Console(stderr=True), line, style)
+
+
+def _print_line(console: Console, line: str, style: str) -> None:
+    console.print(line, style=style, soft_wrap=True, markup=False, highlight=False)

@@ -105,7 +105,8 @@ class ByHead(LayerChoice):
         _ = self.method  # raises where there is none
         whole = map_methods(_WithShares(((1.0,),), (0,)), self.base)
         try:
-            foreseen(whole, "prompt")
+            # What stands behind may need a calibration, which comes with the profile.
+            foreseen(chain(*(x for x in parts_of(whole) if x.stage == Stage.EVICT)), "prompt")
         except TypeError as error:
             raise ValueError(
                 "ByHead takes a method that compresses prompts and takes a budget for each head, "

@@ -9,7 +9,8 @@ import numpy as np
 
 from kvjax.budgets.budgets import slots_for
 from kvjax.checks import check_count
-from kvjax.compose.walks import map_methods
+from kvjax.compose.by_head import ByHead
+from kvjax.compose.walks import map_methods, walk
 from kvjax.protocol import KVTransform, check_transform
 
 
@@ -21,8 +22,8 @@ def in_slots(transform: KVTransform, tokens: int) -> KVTransform:
     slots that the share comes to in the end, nothing is evicted before they are full. The cache
     takes as many bytes.
 
-    `reserve` of `LayerBudgetEviction` and `SpindleKV`, and `PyramidInfer` without a budget, are
-    shares by definition and stay as they are.
+    `reserve` of `LayerBudgetEviction` and `SpindleKV`, `PyramidInfer` without a budget, and the
+    budget that `ByHead` shares among heads are shares by definition and stay as they are.
 
     Args:
       transform: any.
@@ -38,7 +39,8 @@ def in_slots(transform: KVTransform, tokens: int) -> KVTransform:
     """
     check_transform(transform, "in_slots")
     check_count("tokens", tokens, 1)
-    return map_methods(_InSlots(tokens), transform)
+    shared = frozenset(part.method for part in walk(transform) if isinstance(part, ByHead))
+    return map_methods(_InSlots(tokens, shared), transform, by_head=False)
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,11 @@ class _InSlots:
     """Gives a method the slots that its share of so many tokens comes to: for `map_methods`."""
 
     tokens: int
+    shared: frozenset[KVTransform]  # by `ByHead`
 
     def __call__(self, method: KVTransform, heads: tuple[int, ...] | None) -> KVTransform:
         budget = getattr(method, "budget", None)
-        if not isinstance(budget, float | np.floating):
+        if not isinstance(budget, float | np.floating) or method in self.shared:
             return method
         minimum = getattr(method, "minimum", 1)
         slots = max(int(slots_for(budget, self.tokens, minimum)), minimum)

@@ -20,7 +20,7 @@ from jaxtyping import Array
 import kvjax
 from kvjax.compose.bind import bind
 from kvjax.compose.by_head import ByHead, HeadProfile
-from kvjax.compose.walks import map_methods
+from kvjax.compose.walks import map_methods, walk
 from kvjax.devices import automatic, mesh_of
 from kvjax.files import is_hidden
 from kvjax.generation.context import Context
@@ -29,11 +29,12 @@ from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.prompt_checks import check_same_model
 from kvjax.generation.prompt_pass import cache_shapes
-from kvjax.messages import quiet
+from kvjax.messages import brief, quiet
 from kvjax.protocol import KVTransform
 from kvjax.registry import parse, unparse
 from kvjax.storage.offload.payload import HOST_MEMORY
 from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
+from kvjax.transforms.infinigen.infinigen import InfiniGen
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
 from kvjax.transforms.random import GENERATOR
 
@@ -190,6 +191,20 @@ def context_about(path: str | os.PathLike[str]) -> dict[str, Any]:
       ValueError: there is no context, or its JSON is damaged.
     """
     return _content(_newest(Path(path).absolute()))["about"]
+
+
+def check_saved(transform: KVTransform) -> None:
+    """Raises ValueError if contexts of this transform cannot be saved, before one is made.
+
+    With `ByHead`, the calibration of an `InfiniGen` is divided among head groups, whose text form
+    has no place for it.
+    """
+    parts = list(walk(transform))
+    if any(isinstance(x, ByHead) for x in parts) and any(isinstance(x, InfiniGen) for x in parts):
+        raise ValueError(
+            "a context of by_head with infinigen cannot be saved: take quest or clusterkv in the "
+            f"place of infinigen, got {brief(unparse(_without_calibrations(transform)[0]))}"
+        )
 
 
 def check_free(folder: Path) -> None:

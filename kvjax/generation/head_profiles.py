@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 import kvjax
 from kvjax.attention.layer import Reading
@@ -37,6 +37,7 @@ from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.prompt_checks import check_prompts
 from kvjax.generation.repetition import Repetition
 from kvjax.generation.turns import begin
+from kvjax.messages import brief
 from kvjax.protocol import KVTransform, check_transform
 from kvjax.registry import unparse
 
@@ -62,6 +63,10 @@ def calibrate_heads(
     heads of all layers together make a ladder of thresholds. A head's share at a threshold is that
     of its tokens with higher scores, averaged over the texts; see `kvjax.budgets.profile`.
 
+    Layers with sliding windows hold their windows, whatever the method does elsewhere (`bind`). So
+    the layers without one share the budget; heads of the others get the mean share, for texts that
+    are no longer than a window.
+
     Args:
       model: as for `kvjax.generate`.
       transform: a method that keeps the tokens with the highest scores at a prompt's end, such as
@@ -73,8 +78,8 @@ def calibrate_heads(
       The profile for `kvjax.ByHead`.
 
     Raises:
-      TypeError, ValueError: what `kvjax.generate` raises for prompts; a method without scores; a
-        model with sliding windows, whose layers hold what they see.
+      TypeError, ValueError: what `kvjax.generate` raises for prompts; a method without scores or
+        without a name; a model all of whose layers have sliding windows.
 
     Example:
       >>> import kvjax
@@ -90,6 +95,14 @@ def calibrate_heads(
     check_transform(transform, "calibrate_heads")
     if getattr(foreseen(transform, "prompt"), "score", None) is None:
         raise ValueError(f"calibrate_heads needs a method that scores tokens, got {transform!r}")
+    name = heads_method(transform)  # raises where there is none
+    windows = functional.windows or (None,) * functional.num_layers
+    whole = np.array([window is None for window in windows])  # layers without a window
+    if not whole.any():
+        raise ValueError(
+            "calibrate_heads needs a model with layers without a sliding window, which alone hold "
+            f"more than their windows, got windows of {brief(windows)}"
+        )
     check_prompts(functional, sample, (transform,), 0)
     layers = bind(transform, functional.num_layers)
     scores = []
@@ -100,20 +113,31 @@ def calibrate_heads(
             functional, [text], [width], transform, layers, size, Compiler(), on_layer=None,
             last=False, repetition=repetition,
         )  # fmt: skip
-        scores.append(np.stack([np.asarray(_head_scores(reading)) for reading in context.caches]))
-    return HeadProfile(profile(scores, ladder(scores)), heads_method(transform))
+        readings = [reading for reading, x in zip(context.caches, whole, strict=True) if x]
+        scores.append(np.stack([np.asarray(_head_scores(reading)) for reading in readings]))
+    of_whole = profile(scores, ladder(scores))
+    table = np.tile(of_whole.mean((0, 1)), (functional.num_layers, functional.kv_heads, 1))
+    table[whole] = of_whole
+    return HeadProfile(table, name)
 
 
 def heads_method(method: KVTransform) -> str:
-    """Returns the text of a method whose scores make a profile, without its budget.
+    """Returns the text of a method whose scores make a profile.
+
+    It is without budget and without the parameters that change no score.
 
     Example:
       >>> import kvjax
       >>> from kvjax.generation.head_profiles import heads_method
-      >>> heads_method(kvjax.KVzip(0.1)), heads_method(kvjax.KVzip(0.1, values=False))
+      >>> heads_method(kvjax.KVzip(0.1, fit=True)), heads_method(kvjax.KVzip(0.1, values=False))
       ('kvzip', 'kvzip(values=False)')
     """
-    return unparse(method, budget=False)
+    unscored = {
+        field.name: field.default
+        for field in dataclasses.fields(method)
+        if field.name in method.unscored
+    }
+    return unparse(dataclasses.replace(method, **unscored), budget=False)
 
 
 @compiled()
@@ -159,7 +183,8 @@ def save_profile(
     about["model"] = json.dumps(description)
     temporary = path.with_name(path.name + ".part")  # so that a reader never sees half a file
     with writing(path):
-        save_file({"table": profile.table}, temporary, metadata=about)
+        # Written here, since errors of safetensors' own writing are no OSError.
+        temporary.write_bytes(save({"table": profile.table}, metadata=about))
         os.replace(temporary, path)
 
 
@@ -176,7 +201,15 @@ def load_profile(
       ValueError: there is no such file, it holds no profile, or it is of another model; says what
         differs.
     """
-    path = Path(path)
+    profile, there = _read(Path(path))
+    here = Fingerprint.of(as_functional(model)).content
+    if differing := differences(there, here):
+        raise ValueError(f"the profile in {path} is of another model: its {differing}")
+    return profile
+
+
+def _read(path: Path) -> tuple[HeadProfile, dict[str, Any]]:
+    """Reads a profile and the description of its model."""
     check_regular(path, _MOST_BYTES)
     try:
         with safe_open(path, framework="numpy") as file:
@@ -184,13 +217,9 @@ def load_profile(
             if about.get("format") != FORMAT:
                 raise ValueError(f"{path} is no profile of heads: it has no format {FORMAT!r}")
             profile = HeadProfile(file.get_tensor("table"), about["method"])
-            there = json.loads(about["model"])
+            return profile, json.loads(about["model"])
     except (SafetensorError, OSError, KeyError) as error:
         raise ValueError(f"{path} is no profile of heads: {error}") from error
-    here = Fingerprint.of(as_functional(model)).content
-    if differing := differences(there, here):
-        raise ValueError(f"the profile in {path} is of another model: its {differing}")
-    return profile
 
 
 def sample_of(text: Sequence[int], max_positions: int | None) -> list[list[int]]:
@@ -260,35 +289,80 @@ def with_profiles(
       sample: gives token ids of some texts; is called only if a profile is missing.
       repetition, on_made: as in `kept_profile`.
     """
+    missing = _without_profile(transform, lambda: as_functional(model).num_layers)
+    if not missing:
+        return transform
+    functional = as_functional(model)
+    profiles = {part: _profile_in(part, model) for part in missing if part.profile is not None}
+    for part in missing:  # files come first: what they are refused for costs nothing
+        if part not in profiles:
+            made = kept_profile(functional, part.method, sample(), repetition, on_made)
+            profiles[part] = made
+    return map_methods(_WithProfile(tuple(profiles.items())), transform, by_head=False)
+
+
+def with_profiles_of_files(transform: KVTransform, num_layers: int, kv_heads: int) -> KVTransform:
+    """Returns the composition in which every `ByHead` that names a file has its profile.
+
+    The weights are not compared: `with_profiles` does that.
+
+    Raises:
+      ValueError: a file holds no profile, or one of another method or of other layers or heads.
+    """
+    profiles = {}
+    for part in _without_profile(transform, lambda: num_layers):
+        if part.profile is not None:
+            profiles[part] = profile = _profile_in(part)
+            layers, heads, _ = profile.table.shape
+            if (layers, heads) != (num_layers, kv_heads):
+                raise ValueError(
+                    f"the profile in {part.profile} is of another model: it has {layers} layers of "
+                    f"{heads} KV heads, and this one {num_layers} of {kv_heads}"
+                )
+    if not profiles:
+        return transform
+    return map_methods(_WithProfile(tuple(profiles.items())), transform, by_head=False)
+
+
+def _without_profile(transform: KVTransform, num_layers: Callable[[], int]) -> list[ByHead]:
+    """Returns each `ByHead` of a composition that has no profile, or the path of one."""
     layers = [transform]
     # The methods of a `PerLayer` are known only once it is asked for each layer.
     if any(isinstance(part, PerLayer) for part in walk(transform)):
-        num_layers = as_functional(model).num_layers
-        layers = [chosen(transform, layer, num_layers) for layer in range(num_layers)]
-    missing = dict.fromkeys(
-        part
-        for layer in layers
-        for part in walk(layer)
-        if isinstance(part, ByHead) and not isinstance(part.profile, HeadProfile)
-    )
-    if not missing:
-        return transform
-    functional, found = as_functional(model), []
-    for part in missing:
-        if part.profile is not None:
-            profile = load_profile(part.profile, functional)
-        else:
-            profile = kept_profile(functional, part.method, sample(), repetition, on_made)
-        found.append((part, profile))
-    return map_methods(_WithProfile(tuple(found)), transform, by_head=False)
+        number = num_layers()
+        layers = [chosen(transform, layer, number) for layer in range(number)]
+    parts = (part for layer in layers for part in walk(layer))
+    by_head = (part for part in parts if isinstance(part, ByHead))
+    return list(dict.fromkeys(x for x in by_head if not isinstance(x.profile, HeadProfile)))
+
+
+def _profile_in(part: ByHead, model: LanguageModel | FunctionalModel | None = None) -> HeadProfile:
+    """Returns the profile in the file that a `ByHead` names; None: of whatever model.
+
+    Raises:
+      ValueError: as `load_profile`, or the profile is of another method's scores.
+    """
+    path, method = str(part.profile), heads_method(part.method)
+    if not Path(path).exists():
+        raise ValueError(
+            f"there is no profile of heads at {path}: kvjax profile --method {method!r} --out "
+            f"{path} makes one, and by_head without profile= finds its own"
+        )
+    profile = _read(Path(path))[0] if model is None else load_profile(path, model)
+    if profile.method != method:
+        raise ValueError(
+            f"the profile in {path} is of the scores of {profile.method}, and by_head here needs "
+            f"one of {method}: kvjax profile --method {method!r} makes it"
+        )
+    return profile
 
 
 @dataclass(frozen=True)
 class _WithProfile:
     """Gives each `ByHead` its profile; a function for `map_methods`."""
 
-    found: tuple[tuple[ByHead, HeadProfile], ...]
+    profiles: tuple[tuple[ByHead, HeadProfile], ...]
 
     def __call__(self, method: Any, heads: MethodHeads) -> KVTransform:
-        profile = dict(self.found).get(method)
+        profile = dict(self.profiles).get(method)
         return method if profile is None else dataclasses.replace(method, profile=profile)

@@ -17,9 +17,11 @@ from kvjax.attention.layer import Cache, LayerCache, layer_caches
 from kvjax.attention.parts import cache_specs, divided_among
 from kvjax.checks import check_count
 from kvjax.compose.bind import bind
-from kvjax.compose.walks import map_methods
+from kvjax.compose.by_head import ByHead
+from kvjax.compose.walks import MethodHeads, map_methods
 from kvjax.devices import DATA, check_mesh
 from kvjax.generation.calibration import WithCalibration
+from kvjax.generation.head_profiles import with_profiles_of_files
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.prompt_pass import cache_shapes
@@ -117,7 +119,8 @@ def plan(
       model: as for `kvjax.generate`; its parameters may be `jax.ShapeDtypeStruct`, with a sharding
         where a mesh divides them (`kvjax.models.abstract_decoder`).
       transform: how caches are compressed. For an `InfiniGen` without calibration, the largest
-        number of channels is assumed that a calibration can have.
+        number of channels is assumed that a calibration can have. For a `ByHead` without profile,
+        every head has the mean share; by a profile, rectangles take up to a third more.
       max_prompt, max_new, dtype: as in `kvjax.read`; bfloat16 by default.
       mesh: devices, with the axes "data" and "tensor"; None: one device.
       looked_up: bytes per device of weights of which a step reads only a few rows, such as an
@@ -237,11 +240,20 @@ def bytes_on_device(
 
 
 def _with_stand_ins(transform: KVTransform, model: FunctionalModel) -> KVTransform:
-    """Puts a calibration of the largest size in place of one that is missing."""
+    """Puts a calibration of the largest size, and equal heads, in place of what is missing."""
+    transform = with_profiles_of_files(transform, model.num_layers, model.kv_heads)
+    transform = map_methods(_equal_heads, transform, by_head=False)
     channels = min(2 * max(1, int(_CHANNELS * model.head_dim)), model.head_dim)
     shape = model.num_layers, model.kv_heads, model.head_dim, channels
     stand_in = InfiniGenCalibration(np.zeros(shape, np.float32))
     return map_methods(WithCalibration(stand_in), transform)
+
+
+def _equal_heads(method: KVTransform, heads: MethodHeads) -> KVTransform:
+    """Returns what a `ByHead` without profile is around; a function for `map_methods`."""
+    if isinstance(method, ByHead) and method.profile is None:
+        return method.base
+    return method
 
 
 def abstract_mesh(sizes: Iterable[tuple[str, int]]) -> AbstractMesh:

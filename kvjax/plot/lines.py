@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -11,11 +12,21 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from kvjax.attention.layer import Cache
+from kvjax.budgets.profile import shares
 from kvjax.cache.nbytes import nbytes
+from kvjax.checks import check_number
+from kvjax.compose.by_head import HeadProfile
 from kvjax.evaluation.report.plots import style
 from kvjax.messages import brief
 
-from .looks import check_axes, layers_of
+from .looks import COLOURS, check_axes, layers_of
+
+# A disc and a larger ring, so that equal shares of two profiles are seen as two.
+_MARKS = (
+    {"marker": "o", "color": COLOURS["kept"], "markersize": 4},
+    {"marker": "o", "color": COLOURS["other"], "markersize": 8, "markerfacecolor": "none"},
+    {"marker": "x", "color": "#009E73", "markersize": 6},
+)
 
 
 def recall(
@@ -90,6 +101,55 @@ def layer_bytes(axes: Axes, caches: Mapping[str, Sequence[Cache]]) -> list[Line2
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("layer")
     axes.set_ylabel("kB of the cache")
+    axes.legend()
+    return drawn
+
+
+def head_shares(axes: Axes, profiles: Mapping[str, HeadProfile], budget: float) -> list[Line2D]:
+    """Draws which share of its tokens each KV head keeps at a budget, layer by layer.
+
+    The mean over all heads, a horizontal line, is the budget.
+
+    Args:
+      axes: axes to draw on.
+      profiles: for each name a profile of the same model, such as those of several texts.
+      budget: share of all tokens that is kept.
+
+    Raises:
+      TypeError, ValueError: `axes` are no axes, there are no profiles or some of unequal models, or
+        a budget outside (0, 1].
+
+    Example:
+      >>> import kvjax, numpy as np
+      >>> from kvjax import plot
+      >>> from matplotlib.figure import Figure
+      >>> profile = kvjax.HeadProfile(np.array([[[0.8, 1.0], [0.0, 1.0]]]), "kvzip")
+      >>> plot.head_shares(Figure().subplots(), {"a text": profile}, 0.4)[0].get_ydata().tolist()
+      [0.8, 0.0]
+    """
+    check_axes(axes)
+    check_number("budget", budget, above=0, most=1)
+    for name, profile in _named(profiles).items():
+        if not isinstance(profile, HeadProfile):
+            raise TypeError(f"profiles must be kvjax.HeadProfile, got {brief(profile)} for {name}")
+    sizes = {profile.table.shape[:2] for profile in profiles.values()}
+    if len(sizes) > 1:
+        raise ValueError(f"profiles must be of one model, got (layers, heads) of {sorted(sizes)}")
+    ((layers, heads),) = sizes
+    drawn = []
+    for (name, profile), mark in zip(profiles.items(), itertools.cycle(_MARKS)):
+        each = shares(profile.table, budget).ravel()
+        drawn += axes.plot(each, label=name, linestyle="none", **mark)
+    for layer in range(1, layers):
+        axes.axvline(layer * heads - 0.5, color="0.85", linewidth=0.8, zorder=0)
+    axes.axhline(budget, color="0.6", linewidth=0.8, zorder=0)
+    axes.set_ylim(0, None)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    centres = [layer * heads + (heads - 1) / 2 for layer in range(layers)]
+    every = max(layers // 15, 1)
+    axes.set_xticks(centres[::every], [str(layer) for layer in range(0, layers, every)])
+    axes.set_xlabel("layer, by KV head")
+    axes.set_ylabel("share kept")
     axes.legend()
     return drawn
 

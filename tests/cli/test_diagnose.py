@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
+import kvjax
 from kvjax.cli.templates import Dialogue
 from kvjax.evaluation import diagnose
 from kvjax.models import from_pretrained, load_tokenizer
@@ -67,3 +69,17 @@ def test_texts_that_do_not_fit(capsys, no_weights, tinystories, tmp_path):
     assert "the prompt must have more than 32 tokens" in error(capsys, *args)
     path.write_text(TEXT * 20)
     assert "positions, got a prompt of" in error(capsys, *args)
+
+
+def test_a_method_that_repeats_the_text_and_one_with_a_profile(capsys, tinystories, file, tmp_path):
+    """The text is repeated as `kvjax read` does; the profile is that of its place in the file."""
+    model, heads = from_pretrained(tinystories), tmp_path / "heads.safetensors"
+    table = np.ones((model.num_layers, model.kv_heads, 2))
+    table[..., 0] = 0.25
+    kvjax.save_profile(heads, kvjax.HeadProfile(table, "kvzip"), model)
+    methods = ["kvzip", f"by_head(kvzip, profile={str(heads)!r})"]
+    args = ["diagnose", "--prompt-file", file, "--model", tinystories, "--new", "2"]
+    args += ["--methods", ", ".join(methods), "--budgets", "0.25", "--json"]
+    _, plain, by_head = json.loads(output(capsys, *args))["findings"]
+    assert 0 < by_head["error"] == pytest.approx(plain["error"], rel=1e-4)
+    assert [plain["method"], by_head["method"]] == methods

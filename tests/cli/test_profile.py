@@ -23,7 +23,7 @@ def text(tmp_path):
 
 
 def test_a_profile_is_written_and_read(capsys, text, tmp_path):
-    out = tmp_path / "heads.safetensors"
+    out = tmp_path / "a new folder" / "heads.safetensors"
     arguments = "profile", "--text", text, "--method", "snapkv", "--out", out
     record = json.loads(output(capsys, *arguments, "--json"))
     profile = kvjax.load_profile(out, from_pretrained(demo.directory()))
@@ -66,6 +66,7 @@ def test_refused(capsys, text, tmp_path):
         capsys, "profile", "--text", text, "--method", "streaming_llm", "--out", tmp_path / "x"
     )
     assert "got the folder" in error(capsys, "profile", "--out", tmp_path)
+    assert f"cannot write to {text}" in error(capsys, "profile", "--out", text / "heads")
     text.write_text("Hi.")
     assert "of each piece of --text" in error(
         capsys, "profile", "--text", text, "--out", tmp_path / "x"

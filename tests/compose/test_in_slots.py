@@ -30,6 +30,10 @@ EXPECTED = {
         Everywhere(chain(SnapKV(0.5), Everywhere(kvjax.Quantize()), kvjax.Quest(0.5))),
         Everywhere(chain(SnapKV(60), Everywhere(kvjax.Quantize()), kvjax.Quest(48))),
     ),
+    "by head": (
+        chain(kvjax.ByHead(kvjax.KVzip(0.5)), kvjax.Quest(0.5)),
+        chain(kvjax.ByHead(kvjax.KVzip(0.5)), kvjax.Quest(48)),
+    ),
     "head groups": (
         HeadGroups((((1,), SnapKV(0.5)), ((0,), kvjax.Full()))),
         HeadGroups((((1,), SnapKV(60)), ((0,), kvjax.Full()))),

@@ -57,6 +57,28 @@ def test_a_plan_counts_what_a_context_holds(method):
     assert 0 < caches.read <= caches.device
 
 
+def test_a_budget_by_head(tmp_path):
+    """By the profile in a file, its bytes are a context's; without one, heads are equal."""
+    model, size = random_decoder(CONFIG), {"max_prompt": 160, "max_new": 24}
+    table = np.ones((LAYERS, HEADS, 2))
+    table[..., 0] = np.linspace(0.1, 0.9, LAYERS * HEADS).reshape(LAYERS, HEADS)
+    profile = kvjax.HeadProfile(table, "snapkv")
+    kvjax.save_profile(tmp_path / "heads", profile, model)
+    snapkv = kvjax.SnapKV(0.5)
+
+    def planned(tx):
+        plans = plan(abstract_decoder(CONFIG), tx, dtype="float32", **size)
+        return plans.caches(len(ROWS)).device
+
+    tx = kvjax.ByHead(snapkv, profile)
+    context = kvjax.read(model, ROWS, transform=tx, dtype="float32", **size)
+    held = kvjax.evaluation.memory_bytes(context.caches)["device"]
+    assert planned(kvjax.ByHead(snapkv, str(tmp_path / "heads"))) == planned(tx) == held
+    assert planned(kvjax.ByHead(snapkv)) == planned(snapkv)
+    with pytest.raises(ValueError, match="of the scores of snapkv, and by_head here needs"):
+        planned(kvjax.ByHead(kvjax.KVzip(0.5), str(tmp_path / "heads")))
+
+
 @pytest.mark.parametrize("method", ["snapkv", *slow("full", "quantize(bits=4)")])
 def test_llama_on_one_device(method, data_dir):
     """Llama-3.1-8B: the bytes of its weights, and of the caches that all its layers make."""

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 import kvjax
 from kvjax.budgets.profile import shares
-from kvjax.generation.head_profiles import kept_profile, sample_of
+from kvjax.generation.head_profiles import kept_profile, sample_of, with_profiles_of_files
 from kvjax.generation.model import as_functional
 from kvjax.models import random_decoder
 from tests.generation.test_generate import CONFIG, RAGGED, model
@@ -97,6 +97,22 @@ def test_it_is_made_of_the_references_scores(method, score):
     assert "budget" not in profile.method
 
 
+def test_layers_with_a_window_get_the_mean_of_the_others():
+    """They are rings, and hold their windows: the others share the budget."""
+    sizes = tuple(map(jnp.asarray, TABLES)), LAYERS, HEADS * GROUP, HEADS, DIM, VOCAB
+    windowed = kvjax.FunctionalModel(looked_up, *sizes, windows=(None, 16))
+    profile = kvjax.calibrate_heads(windowed, kvjax.SnapKV(0.5, window=8, kernel=3), SAMPLE)
+    scores = [np.array([[snapkv_score(text, 0, h) for h in range(HEADS)]]) for text in SAMPLE]
+    for budget in (0.05, 0.2, 0.5):
+        first, second = shares(profile.table, budget)
+        expected = head_shares.shares(scores, budget)[0]
+        np.testing.assert_allclose(first, expected, atol=1.01 / 41)
+        np.testing.assert_allclose(second, first.mean(), rtol=1e-5)
+    rings = kvjax.FunctionalModel(looked_up, *sizes, windows=(16, 16))
+    with pytest.raises(ValueError, match=r"without a sliding window.*\(16, 16\)"):
+        kvjax.calibrate_heads(rings, SNAPKV, SAMPLE)
+
+
 def test_a_file_brings_it_back_and_is_refused_for_other_weights(tmp_path):
     path = tmp_path / "heads.safetensors"
     profile = kvjax.calibrate_heads(model(), kvjax.KVzip(0.5), RAGGED[:1])
@@ -113,6 +129,47 @@ def test_a_file_brings_it_back_and_is_refused_for_other_weights(tmp_path):
     assert kvjax.parse(kvjax.unparse(named)) == named
     found = kvjax.calibrated(named, model(), [])
     assert found.profile == profile and found.base == kvjax.KVzip(0.25)
+
+
+def test_a_file_is_refused_for_another_method_or_shape(tmp_path):
+    """Parameters that change no score do not count."""
+    path = str(tmp_path / "heads.safetensors")
+    kvjax.save_profile(path, kvjax.HeadProfile(np.ones((2, 2, 3)), "kvzip"), model())
+    fitted = kvjax.ByHead(kvjax.KVzip(0.5, fit=True, room=8), path)
+    other = kvjax.ByHead(kvjax.KVzip(0.5, values=False), path)
+    assert kvjax.calibrated(fitted, model(), []).profile.method == "kvzip"
+    assert with_profiles_of_files(fitted, 2, 2).profile.method == "kvzip"
+    made = []
+    chosen = kvjax.PerLayer(lambda layer, _: other if layer else kvjax.ByHead(SNAPKV))
+    for refused in (
+        lambda: kvjax.calibrated(chosen, model(), RAGGED[:1], on_profile=made.append),
+        lambda: with_profiles_of_files(chosen, 2, 2),
+    ):
+        with pytest.raises(ValueError, match=r"of kvzip, and by_head here needs one of kvzip\(val"):
+            refused()
+    assert not made, "files come first"
+    with pytest.raises(ValueError, match="2 layers of 2 KV heads, and this one 4 of 2"):
+        with_profiles_of_files(fitted, 4, 2)
+    unnamed = kvjax.ByHead(kvjax.KVzip(0.5))
+    assert with_profiles_of_files(unnamed, 4, 2) is unnamed
+
+
+def test_a_method_without_a_name_is_refused_before_anything_is_read():
+    class Mine(kvjax.SnapKV):
+        """Has no name in texts."""
+
+    def call(*args, **options):
+        pytest.fail("the model was called")
+
+    unread = kvjax.FunctionalModel(call, (), LAYERS, HEADS * GROUP, HEADS, DIM, VOCAB)
+    with pytest.raises(ValueError, match=r"needs a name \(kvjax.register\)"):
+        kvjax.calibrate_heads(unread, Mine(0.5), SAMPLE)
+
+
+def test_where_it_cannot_be_written_is_an_error_of_the_system(tmp_path):
+    path = tmp_path / "nowhere" / "heads"
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        kvjax.save_profile(path, kvjax.HeadProfile(np.ones((2, 2, 3)), "kvzip"), model())
 
 
 def test_what_is_no_profile_is_refused(tmp_path):

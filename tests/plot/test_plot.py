@@ -15,6 +15,9 @@ from kvjax.models import DecoderConfig, RopeConfig, random_decoder
 from tests.evaluation.fidelity.test_fidelity import tiny_model
 
 HEADS, TOKENS, DIM = 2, 24, 8
+TABLE = np.array([[[0.9, 1.0], [0.1, 1.0]], [[0.3, 1.0], [0.7, 1.0]]])
+PROFILE = kvjax.HeadProfile(TABLE, "kvzip")
+OTHER_MODEL = kvjax.HeadProfile(TABLE[:1], "kvzip")
 
 
 @pytest.fixture
@@ -216,6 +219,15 @@ def test_lines_have_a_point_for_each_step_and_layer(axes):
     np.testing.assert_allclose(lines[1].get_ydata(), [sizes[1] / 1e3] * 2)
 
 
+def test_shares_have_a_point_for_each_head(axes):
+    drawn = plot.head_shares(axes, {"a": PROFILE, "b": PROFILE}, 0.5)
+    expected = [TABLE[..., 0].ravel()] * 2
+    np.testing.assert_allclose([line.get_ydata() for line in drawn], expected, rtol=1e-6)
+    assert len({(line.get_markersize(), line.get_color()) for line in drawn}) == 2
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["0", "1"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["a", "b"]
+
+
 def test_field_colours_are_lighter_for_less(axes):
     image = plot.field(axes, np.array([[0, 1, 2]]))
     grey = [0.299 * r + 0.587 * g + 0.114 * b for r, g, b, _ in image.to_rgba(np.arange(3))]
@@ -236,6 +248,14 @@ WRONG = {
     ),
     "recall": (lambda axes, cache: plot.recall(axes, {"a": [1.5]}), ValueError, r"\[0, 1\]"),
     "list": (lambda axes, cache: plot.layer_bytes(axes, [cache]), TypeError, "dict"),
+    "no profile": (lambda axes, cache: plot.head_shares(axes, {"a": 1}, 0.1), TypeError, "1 for a"),
+    "profiles": (
+        lambda axes, cache: plot.head_shares(axes, {"a": PROFILE, "b": OTHER_MODEL}, 0.1),
+        ValueError, r"one model, got .*\[\(1, 2\), \(2, 2\)\]",
+    ),
+    "no share": (
+        lambda axes, cache: plot.head_shares(axes, {"a": PROFILE}, 2.0), ValueError, "budget",
+    ),
     "span": (lambda axes, cache: plot.span(axes, 5, 4), ValueError, "last"),
     "legend": (lambda axes, cache: plot.legend(axes.figure, live="a"), ValueError, "legend"),
 }  # fmt: skip

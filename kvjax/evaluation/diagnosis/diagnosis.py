@@ -17,7 +17,9 @@ from kvjax.evaluation.fidelity.fidelity import Fidelity, check_run, judge
 from kvjax.evaluation.fidelity.full_run import FullRun
 from kvjax.generation.calibration import CALIBRATION_TOKENS, calibrated
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.generation.repetition import Repetition
 from kvjax.messages import brief
+from kvjax.protocol import KVTransform
 
 Rows = Sequence[Sequence[int]]
 Where = Literal["inside", "after"]
@@ -129,6 +131,8 @@ def diagnose(
     methods: Sequence[str] = METHODS,
     budgets: Sequence[int | float] = BUDGETS,
     new_tokens: int = NEW_TOKENS,
+    repetition: Repetition | None = None,
+    calibrate: Callable[[KVTransform], KVTransform] | None = None,
     on_progress: Callable[[int, int, str], None] | None = None,
 ) -> Diagnosis:
     """Measures the effect of methods on a model's attention over given texts.
@@ -145,6 +149,9 @@ def diagnose(
       methods: names and compositions for `kvjax.parse`. `full` is always added.
       budgets: budgets for every method that takes one.
       new_tokens: number of decode steps to average over.
+      repetition: as in `kvjax.read`.
+      calibrate: returns a method with what it needs of the model; by default `kvjax.calibrated`,
+        with the beginnings of the prompts as the sample.
       on_progress: called before each part of the work and at the end with the parts done, all
         parts, and a name for the next part.
 
@@ -177,8 +184,12 @@ def diagnose(
     lengths = [sum(map(len, rows)) for rows in (prompts, questions)]
     report(0, total, f"reading {sum(lengths):,} tokens")
     sample = [row[:CALIBRATION_TOKENS] for row in compressed]
-    transforms = [calibrated(tx, model, sample) for tx in transforms]
-    run = FullRun(functional, compressed, transforms, new_tokens=new_tokens, questions=following)
+    calibrate = calibrate or (lambda tx: calibrated(tx, model, sample, repetition=repetition))
+    transforms = [calibrate(tx) for tx in transforms]
+    run = FullRun(
+        functional, compressed, transforms, new_tokens=new_tokens, questions=following,
+        repetition=repetition,
+    )  # fmt: skip
     findings = []
     for done, (candidate, transform) in enumerate(zip(candidates, transforms, strict=True), 1):
         report(done, total, candidate.name)

@@ -70,7 +70,7 @@ class KVzip(PromptBudget):
 
     Deviations from the paper:
       Scores count the size of values (`values`), which keeps the needles of small models at much
-      smaller budgets. Every head keeps the same number of tokens; `kvjax.by_head` shares a budget
+      smaller budgets. Every head keeps the same number of tokens; `kvjax.ByHead` shares a budget
       among heads, as the paper does for each document anew. A repetition attends to the document
       as it is in all layers, and to its own piece. With `fit`, these queries have not seen either
       what earlier layers have lost, and each document is fitted by itself: masses and values of
@@ -85,6 +85,7 @@ class KVzip(PromptBudget):
     fit: bool = False
 
     paper: ClassVar[str] = "KVzip, arXiv 2505.23416"
+    unscored: ClassVar[tuple[str, ...]] = ("room", "fit")
     minimum = property(lambda self: self.sinks + self.window + 1)  # the smallest workable budget
 
     def __post_init__(self):

@@ -1,0 +1,204 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # One document, a twentieth of the cache
+#
+# A document is read once, and its questions come later. Which tokens will they need? KVzip lets the
+# document itself ask: the model repeats it, and what the repetition looks up stays. Most heads look
+# up next to nothing, so that the budget is shared among the heads, by a profile of the model.
+#
+# *It runs from top to bottom on a CPU in under three minutes. In Colab, **File → Upload notebook**
+# takes this file, and **File → Open notebook → GitHub** the address of its repository.*
+
+# %% cellView="form"
+# @title Install kvjax where it is missing, and look at the devices
+# Where kvjax comes from: a wheel, the folder of a clone, or git+https://... Where nothing is said,
+# it is a clone around or beside this notebook, else a wheel beside it, else PyPI.
+ADDRESS = ""  # @param {type:"string"}
+
+import importlib.metadata
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+installed = {package.name for package in importlib.metadata.distributions()}
+if "kvjax" not in installed:
+    # The extra of a plugin that is there keeps JAX and the plugin at the same version.
+    plugins = {"jax-cuda12-plugin": "cuda12", "jax-cuda13-plugin": "cuda13", "libtpu": "tpu"}
+    devices = [extra for plugin, extra in plugins.items() if plugin in installed]
+    if not devices and shutil.which("nvidia-smi"):
+        devices = ["cuda12"]
+    wanted = f"kvjax[{','.join(['eval', 'gguf', *devices])}]"
+    here = Path.cwd()
+    folders = [here.parent, here, *sorted(here.iterdir())]
+    clones = [folder for folder in folders if (folder / "kvjax/__init__.pyi").exists()]
+    wheels = sorted(here.glob("kvjax-*.whl"), reverse=True)
+    place = next(iter([*filter(None, [ADDRESS]), *clones, *wheels]), None)
+    if place is not None:
+        wanted += f" @ {Path(place).resolve().as_uri() if Path(place).exists() else place}"
+    print(f"Installing {wanted}")
+    try:
+        subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", wanted])
+    except subprocess.CalledProcessError:
+        raise RuntimeError(
+            "pip says above why it could not install kvjax; if it is not there, put a clone or a "
+            "wheel of kvjax beside this notebook, or the address of one into ADDRESS"
+        ) from None
+    importlib.invalidate_caches()
+
+import jax
+
+import kvjax
+
+print(f"kvjax {kvjax.__version__}, jax {jax.__version__}: {jax.devices()}")
+if shutil.which("nvidia-smi") and jax.default_backend() == "cpu":
+    print("JAX does not see this machine's GPU: restart the session and run all cells.")
+
+# %%
+import matplotlib.pyplot as plt
+
+from kvjax import plot
+from kvjax.models import demo, from_pretrained, load_tokenizer
+
+plt.rcParams.update(plot.LOOK)
+model, tokenizer = from_pretrained(demo.directory()), load_tokenizer(demo.directory())
+
+# %% [markdown]
+# ## A document and its questions
+#
+# Some pages of Python's documentation, with eight sentences in between that no documentation has.
+# The bundled model was trained to find such sentences in a text of this kind.
+
+# %%
+CODES = {
+    "amber falcon": "482130",
+    "orange lobster": "719042",
+    "silver anchor": "305618",
+    "quiet harbour": "964271",
+    "wooden compass": "158393",
+    "frozen lantern": "840526",
+    "velvet beetle": "237764",
+    "copper violin": "691805",
+}
+held_out = demo.held_out_text()
+paragraphs = held_out[20_000:26_000].split("\n\n")
+every = len(paragraphs) // len(CODES)
+for number, (name, code) in enumerate(CODES.items()):
+    place = number * (every + 1) + every // 2
+    paragraphs.insert(place, f"The code of the {name} is {code}.")
+document = tokenizer("\n\n".join(paragraphs)).input_ids
+questions = [
+    tokenizer(f"\n\nQuestion: What is the code of the {name}?\nAnswer: The code of the {name} is",
+              add_special_tokens=False).input_ids
+    for name in CODES
+]  # fmt: skip
+print(f"{len(document):,} tokens, {len(questions)} questions")
+
+# %% [markdown]
+# ## What each head looks up
+#
+# `kvjax.calibrate_heads` lets the model repeat a text, scores its tokens in all heads, and notes
+# which share of its tokens each head keeps at any budget. The picture shows the profiles of two
+# texts over each other: pages of documentation, and docstrings. The shares are the model's, and
+# hardly the text's. So the profile is made once, from any text.
+
+# %%
+repetition = kvjax.Repetition.of(tokenizer)  # "Repeat the previous context exactly."
+texts = {
+    "documentation": tokenizer(demo.document().text).input_ids[:1024],
+    "docstrings": tokenizer(held_out).input_ids[-1024:],
+}
+profiles = {
+    name: kvjax.calibrate_heads(model, kvjax.KVzip(0.05), [text], repetition=repetition)
+    for name, text in texts.items()
+}
+figure, axes = plt.subplots(figsize=(7.2, 2.8), layout="constrained")
+plot.head_shares(axes, profiles, budget=0.05)
+plt.show()
+
+# %% [markdown]
+# In this model one layer of four looks things up. At a twentieth of all tokens, its four heads keep
+# about a fifth of theirs, and the heads of the other layers next to nothing. With a twentieth in
+# each head, the layer that matters would lose three quarters of what it needs.
+#
+# ## Four caches, eight questions
+#
+# `kvjax.read` reads the document and its repetition, layer by layer. The questions come afterwards,
+# all of them in one batch. `ByHead` stores the heads of a layer in rectangles of unequal length, so
+# that bytes are really saved. `room` is that for questions and answers between turns.
+
+# %%
+kvzip = kvjax.KVzip(budget=0.05, room=64)
+METHODS = {
+    "full": kvjax.Full(),
+    "snapkv": kvjax.SnapKV(budget=0.05),
+    "kvzip": kvzip,
+    "by_head(kvzip)": kvjax.ByHead(kvzip, profiles["docstrings"]),
+}
+answers, contexts = {}, {}
+for name, transform in METHODS.items():
+    contexts[name] = kvjax.read(
+        model, [document], transform=transform, max_prompt=len(document) + 64, max_new=16,
+        repetition=repetition,
+    )  # fmt: skip
+    result = kvjax.generate(model, questions, context=contexts[name], max_new_tokens=8)
+    answers[name] = [answer.split("\n")[0] for answer in tokenizer.batch_decode(result.tokens)]
+
+print(f"{'':16}" + "".join(f"{name:>16}" for name in METHODS))
+for number, (asked, code) in enumerate(CODES.items()):
+    said = [answers[name][number].strip()[:14] for name in METHODS]
+    print(f"{asked:16}" + "".join(f"{answer:>16}" for answer in said) + f"    {code}")
+right = {
+    name: sum(
+        answer.strip().startswith(code) for answer, code in zip(said, CODES.values(), strict=True)
+    )
+    for name, said in answers.items()
+}
+print(f"{'right':16}" + "".join(f"{right[name]:>11} of 8" for name in METHODS))
+print(f"{'bytes':16}" + "".join(f"{x.nbytes / 1e6:>13.2f} MB" for x in contexts.values()))
+
+# %% [markdown]
+# The last column is what was asked for. Each cache has room for a question and an answer, which
+# does not shrink: it is a part of the bytes of the small ones.
+#
+# SnapKV keeps what the document's last lines look at, which are no question. KVzip alone scores the
+# right tokens, and has no room for them in the one layer that needs it. With the budget shared by
+# the profile, the answers come back: not all of them, and the full cache does not give all either.
+# Eight questions on a model of one million parameters say which way it goes, and no more.
+#
+# ## Where the tokens are
+#
+# What each head holds: KVzip alone, and with the budget shared. Heads of the layer that looks
+# things up hold the codes (shaded).
+
+# %%
+figure, panels = plt.subplots(2, 1, figsize=(7.2, 4.6), sharex=True, layout="constrained")
+for axes, name in zip(panels, ("kvzip", "by_head(kvzip)"), strict=True):
+    plot.held(axes, contexts[name].caches)
+    axes.set_title(name)
+    for code in CODES.values():
+        number = tokenizer(f" {code}", add_special_tokens=False).input_ids
+        starts = range(len(document) - len(number))
+        first = next(i for i in starts if document[i : i + len(number)] == number)
+        plot.span(axes, first, first + len(number) - 1)
+plot.legend(figure, kept="kept", gone="evicted", other="codes stand here")
+plt.show()
+
+# %% [markdown]
+# On the command line, the profile is made at the first use and kept for the next time:
+#
+# `kvjax read book.txt --out book --model DIR --method "by_head(kvzip)" --budget 0.05`, then
+# `kvjax ask book "Who tells the story?"`.
