@@ -224,17 +224,22 @@ def prompt(shape: Shape, x: Inputs, names: Names) -> Iterator[Side]:
     def attend(q, *rest, implementation):
         return pk.prompt_attention(q, *rest, scale=scale, implementation=implementation)[0]
 
-    def joined(q, *rest, implementation):
-        out, _, sums = pk.prompt_attention_and_sums(
+    def and_sums(q, *rest, implementation):
+        return pk.prompt_attention_and_sums(
             q, *rest, scale=scale, implementation=implementation
-        )
-        return out, sums
+        )[::2]  # fmt: skip
+
+    def and_maxima(q, k, v, bias, *rest, implementation):
+        elsewhere = jnp.zeros(q.shape[:-1], jnp.float32)
+        return pk.prompt_attention_and_maxima(
+            q, k, v, bias, elsewhere, *rest, scale=scale, implementation=implementation
+        )[::2]  # fmt: skip
 
     given, options = (q, x.k, x.v, x.bias, *places), {"queries": tokens}
     yield from both(names, "prompt_attention", attend, *given, operations=2 * work, **options)
-    yield from both(
-        names, "prompt_attention_and_sums", joined, *given, operations=3 * work, **options
-    )
+    for name, joined in ("sums", and_sums), ("maxima", and_maxima):
+        name = f"prompt_attention_and_{name}"
+        yield from both(names, name, joined, *given, operations=3 * work, **options)
     if shape.dtype == "bfloat16" and tokens == shape.tokens:
         size = x.k.nbytes + x.v.nbytes + 2 * q.nbytes
         make = functools.partial(causal, q, x)

@@ -227,8 +227,11 @@ class MLP(nnx.Module):
         """Returns what the MLP adds to the residual stream."""
         if x.shape[1] <= MLP_TOKENS:
             return self._added(x)
-        # `lax.map` cuts along the leading axis, which must be the tokens here.
-        by_token = jax.lax.map(self._added, x.swapaxes(0, 1), batch_size=MLP_TOKENS)
+        # `lax.map` cuts along the leading axis, which must be the tokens here. The parts are equal:
+        # a product with few tokens takes almost as long as one with many.
+        parts = -(-x.shape[1] // MLP_TOKENS)
+        size = -(-x.shape[1] // parts)
+        by_token = jax.lax.map(self._added, x.swapaxes(0, 1), batch_size=size)
         return by_token.swapaxes(0, 1)
 
     def _added(self, x: Float[Array, "*N C"]) -> Float[Array, "*N C"]:

@@ -12,6 +12,7 @@ from pallas_kernels.attention.prompt import (
     column_maxima,
     column_sums,
     prompt_attention,
+    prompt_attention_and_maxima,
     prompt_attention_and_sums,
 )
 from pallas_kernels.attention.quantized import quantized_attention
@@ -67,6 +68,7 @@ __all__ = [
     "pair_cosine",
     "pair_distance",
     "prompt_attention",
+    "prompt_attention_and_maxima",
     "prompt_attention_and_sums",
     "quantise_groups",
     "quantise_slots",

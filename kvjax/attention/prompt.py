@@ -35,8 +35,12 @@ from kvjax.compose.chain import parts_of, state_of_parts, states_of_parts
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.decisions import decide
 from kvjax.protocol import KVTransform, Stage, Step, accumulated_attention
-from pallas_kernels import column_maxima, prompt_attention, prompt_attention_and_sums
-from pallas_kernels.attention.call import beside_sinks, join_attention
+from pallas_kernels import (
+    prompt_attention,
+    prompt_attention_and_maxima,
+    prompt_attention_and_sums,
+)
+from pallas_kernels.attention.call import beside_sinks
 
 
 def begin(caches: Any, *, empty: bool = False) -> Any:
@@ -136,16 +140,17 @@ def look(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B 
     keys = kv.k.read()
     if kv.unrotated_keys:
         keys = call.rope.rotate(keys, kv.position)
-    to_prompt = prompt_attention(
-        q, keys, kv.v.read(), kv.log_mass, positions, kv.position, **options
-    )
     at = jnp.broadcast_to(positions[:, None], k.shape[:3])
     mass = jnp.where(at >= 0, 0.0, -jnp.inf)
-    to_piece = prompt_attention(q, k, v, mass, positions, at, **options)
-    parts = [(out.astype(jnp.float32), lse) for out, lse in (to_prompt, to_piece)]
-    out, lse, _ = join_attention(parts)
-    lse, out = beside_sinks(call.options.sinks, lse, out)
-    received = column_maxima(q, keys, kv.log_mass, lse, positions, kv.position, **options).max(2)
+    # The piece and the sinks are one part of each query's softmax, and the prompt is the other.
+    out, lse = prompt_attention(q, k, v, mass, positions, at, **options)
+    elsewhere, out = beside_sinks(call.options.sinks, lse, out)
+    of_prompt, lse, received = prompt_attention_and_maxima(
+        q, keys, kv.v.read(), kv.log_mass, elsewhere, positions, kv.position, **options
+    )
+    share = jnp.where(elsewhere > -jnp.inf, jnp.exp(elsewhere - lse), 0.0)[..., None]
+    out = of_prompt.astype(jnp.float32) + share * out.astype(jnp.float32)
+    received = received.max(2)
     if reading.repetition is not None:
         received = jnp.maximum(received, reading.repetition)
     sample = _sample_of(reading)

@@ -18,7 +18,7 @@ from kvjax.generation.groups import Group
 from kvjax.protocol import KVTransform
 
 _OVERLAP = 8  # tokens of the piece before, after which a further piece is asked to begin
-_MULTIPLE = 64  # lengths of pieces are multiples of it, so that few are compiled
+_MULTIPLE = 8  # lengths of pieces are multiples of it, so that few are compiled
 _LEAST = 32  # tokens of the shortest piece by which a prompt is repeated
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention.call import beside_sinks
+from pallas_kernels.attention.call import beside_sinks, join_attention
 from pallas_kernels.attention.decode import check_rows
 from pallas_kernels.attention.prompt_blocks import (
+    attention_and_maxima_by_blocks,
     attention_and_sums_by_blocks,
     attention_by_blocks,
     maxima_by_blocks,
@@ -255,12 +257,80 @@ def prompt_attention_and_sums(
     chosen = choose_implementation(implementation, k, v)
     _check(*args)
     if chosen == "xla":
-        by_head = None if sinks is None else sinks.reshape(q.shape[1:3])
-        return attention_and_sums_by_blocks(*args, by_head, **options)
+        by_head = jnp.full(q.shape[1:3], -jnp.inf) if sinks is None else sinks
+        by_query = by_head.astype(jnp.float32).reshape(1, *q.shape[1:3], 1)
+        elsewhere = jnp.broadcast_to(by_query, q.shape[:-1])
+        return attention_and_sums_by_blocks(*args, elsewhere, **options)
     options["implementation"] = chosen
     out, lse = prompt_attention(*args, **options)
     lse, out = beside_sinks(sinks, lse, out)
     return out, lse, column_sums(q, k, bias, lse, query_position, key_position, **options)
+
+
+def prompt_attention_and_maxima(
+    q: Float[Array, "B H G T D"],
+    k: Float[Array, "B H S D"],
+    v: Float[Array, "B H S D"],
+    bias: Float[Array, "B H S"],
+    elsewhere: Float[Array, "B H G T"],
+    query_position: Int[Array, "B T"],
+    key_position: Int[Array, "B H S"],
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G S"]]:
+    """Computes attention and `column_maxima` of the same queries, in part of a larger softmax.
+
+    The softmax has columns besides these slots, of which the log-sum-exp `elsewhere[t]` is known:
+
+    - `lse[t] = log(exp(elsewhere[t]) + Σ_s exp(logit[t, s]))`, with logits as in
+      `prompt_attention`;
+    - `out[t] = Σ_s exp(logit[t, s] - lse[t]) v[s]`, the slots' part of the output;
+    - `maxima[s] = max_t exp(logit[t, s] - lse[t])`, as in `column_maxima`.
+
+    With kernels, these are the two operations. XLA computes all of it from the logits of a block of
+    queries with all slots, so that queries and keys are multiplied once.
+
+    Args:
+      elsewhere: log-sum-exps of the columns besides the slots; `-inf`: there are none.
+      q, k, v, bias, query_position, key_position, scale, window, soft_cap, implementation: as in
+        `prompt_attention`.
+
+    Returns:
+      Outputs in the dtype of `v`, float32 log-sum-exps and float32 maxima.
+
+    Raises:
+      ValueError: what `column_maxima` raises, with `elsewhere` in the place of `lse`.
+
+    References:
+      KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, arXiv 2505.23416,
+      where the slots are a document's, and the columns elsewhere those of its repetition.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import prompt_attention_and_maxima
+      >>> q, k, at = jnp.zeros((1, 1, 1, 2, 4)), jnp.zeros((1, 1, 2, 4)), jnp.array([[[0, 1]]])
+      >>> elsewhere = jnp.log(jnp.array([[[[3.0, 6.0]]]]))
+      >>> args = q, k, k, jnp.zeros((1, 1, 2)), elsewhere, at[0], at
+      >>> prompt_attention_and_maxima(*args, scale=1.0)[2].round(4).tolist()
+      [[[[0.25, 0.125]]]]
+    """
+    args = q, k, v, bias, query_position, key_position
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    chosen = choose_implementation(implementation, k, v)
+    _check(*args)
+    if elsewhere.shape != q.shape[:-1]:
+        raise ValueError(f"elsewhere must have shape {q.shape[:-1]}, got {elsewhere.shape}")
+    if chosen == "xla":
+        return attention_and_maxima_by_blocks(*args, elsewhere, **options)
+    options["implementation"] = chosen
+    out, lse = prompt_attention(*args, **options)
+    nothing = jnp.zeros_like(out, jnp.float32), elsewhere
+    out, lse, _ = join_attention([(out.astype(jnp.float32), lse), nothing])
+    maxima = column_maxima(q, k, bias, lse, query_position, key_position, **options)
+    return out.astype(v.dtype), lse, maxima
 
 
 def _check(q, k, v, bias, query_position, key_position) -> None:

@@ -1,6 +1,6 @@
 """The XLA reference of a prompt's attention, column sums and maxima: loops over blocks.
 
-They hold one block of logits at a time; where attention and sums are computed together, those of a
+They hold one block of logits at a time; where sums or maxima come with attention, those of a
 block of queries with all slots. Blocks before the first and after the last that a query may see are
 skipped at run time. On a CPU, only blocks in which a query does not see a slot, or a slot has a
 bias, are masked: those at the diagonal, at a window's end and with free slots.
@@ -37,7 +37,9 @@ QUERY_BLOCK = 256
 KEY_BLOCK = 256
 MOST_SLOTS = 1024
 MOST_LOGITS = 1_250_000  # of a tile over all rows and heads
-MOST_HELD = 10_000_000  # logits of a block of queries with all slots, where they are held
+# Logits of a block of queries with all slots, where they are held: 24 MB stay in a cache of 32 MB.
+# Attention with maxima takes 304 ms of processor time (4,160 slots, 2,056 queries), with 40 MB 313.
+MOST_HELD = 6_000_000
 # Elsewhere each block costs a few launches, so a few large blocks should be best. Not measured yet.
 ACCELERATOR_BLOCK = 1024
 
@@ -69,7 +71,7 @@ def attention_by_blocks(
             k_j, v_j = blocks.keys(j, k, v)
             logits = capped(products(q_i, k_j) * to_product, soft_cap)
             logits, v_j = blocks.where_masked(
-                i, j, lambda x: (blocks.masked(i, j, x[0]), blocks.live(j, x[1])), (logits, v_j)
+                i, j, lambda j, x: (blocks.masked(i, j, x[0]), blocks.live(j, x[1])), (logits, v_j)
             )
             new_top = jnp.maximum(top, logits.max(-1))
             finite = finite_or_zero(new_top)
@@ -97,99 +99,123 @@ def attention_by_blocks(
 
 
 def attention_and_sums_by_blocks(
+    *args: Array, **options
+) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G S"]]:
+    """Computes `prompt_attention_and_sums`."""
+    return _attention_and_columns(*args, **options, start=0.0, add=_add_sums)
+
+
+def attention_and_maxima_by_blocks(
+    *args: Array, **options
+) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G S"]]:
+    """Computes `prompt_attention_and_maxima`."""
+    out, lse, top = _attention_and_columns(*args, **options, start=-jnp.inf, add=_add_maxima)
+    return out, lse, jnp.exp(top)
+
+
+def _attention_and_columns(
     q: Float[Array, "B H G T D"],
     k: Float[Array, "B H S D"],
     v: Float[Array, "B H S D"],
     bias: Float[Array, "B H S"],
     query_position: Int[Array, "B T"],
     key_position: Int[Array, "B H S"],
-    sinks: Float[Array, "H G"] | None,
+    elsewhere: Float[Array, "B H G T"],
     *,
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    start: float,
+    add: Callable[[Array, Array], Array],
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G S"]]:
-    """Computes `prompt_attention_and_sums`: logits of a block of queries with all slots are held.
+    """Computes attention, and reduces all probabilities of a slot to one number.
 
-    So each product of queries and keys is computed once, and each exponential. A slot's sum is a
-    product of its weights with `1 / total` of the queries, which XLA computes in a third of the
-    time of a sum over queries.
+    Logits of a block of queries with all slots are held, so that each product of queries and keys
+    is computed once.
+
+    Args:
+      elsewhere: log-sum-exps of columns of the softmax that are not among the slots.
+      start, add: as in `_over_queries`.
     """
     blocks = _Blocks.of(q, bias, query_position, key_position, window, held=True)
     to_query, to_product = _factors(scale, k.dtype)
     rows = (*q.shape[:2], q.shape[2] * blocks.query_size)  # [B, H, G * query_size]
-    sink = jnp.full(rows, -jnp.inf, jnp.float32)
-    if sinks is not None:
-        sink = jnp.broadcast_to(sinks[None, ..., None], (*q.shape[:3], blocks.query_size))
-        sink = sink.astype(jnp.float32).reshape(rows)
 
     def query_block(n, carry):
-        results, sums, held = carry
+        results, numbers, held = carry
         i = blocks.num_query - 1 - n  # block i - 1 replaces what the last block's padding gave
         seen = blocks.keys_of_query(i)
         q_i = blocks.queries(i, q).astype(k.dtype) * to_query
+        others = blocks.queries(i, elsewhere)
 
         def score(j, carry):
             top, held = carry
             (k_j,) = blocks.keys(j, k)
             logits = capped(products(q_i, k_j) * to_product, soft_cap)
-            logits = blocks.where_masked(i, j, lambda x: blocks.masked(i, j, x), logits)
+            logits = blocks.where_masked(i, j, lambda j, x: blocks.masked(i, j, x), logits)
             return jnp.maximum(top, logits.max(-1)), put_block(held, logits[None], j, 0)
 
-        top, held = jax.lax.fori_loop(*seen, score, (sink, held))
+        top, held = jax.lax.fori_loop(*seen, score, (others, held))
         finite = finite_or_zero(top)
 
         def mix(j, carry):
-            total, acc, held = carry
+            total, acc = carry
             weights = jnp.exp(entry_of(held, j) - finite[..., None])
             (v_j,) = blocks.keys(j, v)
-            v_j = blocks.where_masked(i, j, lambda x: blocks.live(j, x), v_j)
+            v_j = blocks.where_masked(i, j, lambda j, x: blocks.live(j, x), v_j)
             acc += jnp.einsum(
                 "bhqk,bhkd->bhqd", as_weights(weights, v.dtype), v_j,
                 preferred_element_type=jnp.float32,
             )  # fmt: skip
-            return total + weights.sum(-1), acc, put_block(held, weights[None], j, 0)
+            return total + weights.sum(-1), acc
 
         acc = varying(jnp.zeros((*rows, q.shape[-1]), jnp.float32), q, k, v, *blocks[:5])
-        total, acc, held = jax.lax.fori_loop(*seen, mix, (jnp.exp(sink - finite), acc, held))
-        share = (1 / or_one(total)).reshape(*q.shape[:3], -1)
+        total, acc = jax.lax.fori_loop(*seen, mix, (jnp.exp(others - finite), acc))
+        lse = top + jnp.log(total)
 
-        def add(j, sums):
-            weights = entry_of(held, j).reshape(*share.shape, -1)
-            received = jnp.einsum("bhgq,bhgqk->bhgk", share, weights, precision="highest")
-            start = j * blocks.key_size
-            received += block_of(sums, start, blocks.key_size, 3)
-            return put_block(sums, received, start, 3)
+        def add_block(j, numbers):
+            log_p = entry_of(held, j) - finite_or_zero(lse)[..., None]
+            log_p = log_p.reshape(*q.shape[:3], -1, blocks.key_size)
+            first, size = j * blocks.key_size, blocks.key_size
+            return put_block(numbers, add(block_of(numbers, first, size, 3), log_p), first, 3)
 
-        sums = jax.lax.fori_loop(*seen, add, sums)
+        numbers = jax.lax.fori_loop(*seen, add_block, numbers)
         out = unscaled(acc, v.dtype) / or_one(total)[..., None]
-        results = blocks.put(i, results, (out.astype(v.dtype), top + jnp.log(total)))
-        return results, sums, held
+        return blocks.put(i, results, (out.astype(v.dtype), lse)), numbers, held
 
-    start = (
+    carry = (
         (jnp.zeros(q.shape, v.dtype), jnp.zeros(q.shape[:-1], jnp.float32)),
-        jnp.zeros((*q.shape[:3], bias.shape[-1]), jnp.float32),
+        jnp.full((*q.shape[:3], bias.shape[-1]), start, jnp.float32),
         jnp.zeros((blocks.num_key, *rows, blocks.key_size), jnp.float32),
     )
-    sink, start = varying((sink, start), q, k, v, *blocks[:5])
-    (out, lse), sums, _ = jax.lax.fori_loop(0, blocks.num_query, query_block, start)
-    return out, lse, sums
+    elsewhere, carry = varying((elsewhere, carry), q, k, v, *blocks[:5])
+    (out, lse), numbers, _ = jax.lax.fori_loop(0, blocks.num_query, query_block, carry)
+    return out, lse, numbers
 
 
 def sums_by_blocks(*args: Array, **options) -> Float[Array, "B H G S"]:
     """Computes `column_sums` block by block."""
-    return _over_queries(
-        *args, **options, start=0.0, add=lambda x, log_p: x + jnp.exp(log_p).sum(3)
-    )
+    return _over_queries(*args, **options, start=0.0, add=_add_sums)
 
 
 def maxima_by_blocks(*args: Array, **options) -> Float[Array, "B H G S"]:
-    """Computes `column_maxima` block by block.
+    """Computes `column_maxima` block by block."""
+    return jnp.exp(_over_queries(*args, **options, start=-jnp.inf, add=_add_maxima))
 
-    The largest probability is that of the largest logarithm: one exponential for each slot.
-    """
-    add = lambda x, log_p: jnp.maximum(x, log_p.max(3))  # noqa: E731
-    return jnp.exp(_over_queries(*args, **options, start=-jnp.inf, add=add))
+
+def _add_sums(
+    sums: Float[Array, "B H G S"], log_p: Float[Array, "B H G T S"]
+) -> Float[Array, "B H G S"]:
+    """Adds the probabilities of more queries; as a product, which XLA computes faster."""
+    ones = jnp.ones(log_p.shape[:-1], log_p.dtype)
+    return sums + jnp.einsum("bhgq,bhgqk->bhgk", ones, jnp.exp(log_p), precision="highest")
+
+
+def _add_maxima(
+    maxima: Float[Array, "B H G S"], log_p: Float[Array, "B H G T S"]
+) -> Float[Array, "B H G S"]:
+    """Takes more queries into the largest logarithms: one exponential for each slot follows."""
+    return jnp.maximum(maxima, log_p.max(3))
 
 
 def _over_queries(
@@ -211,7 +237,7 @@ def _over_queries(
     Args:
       start: the number before any query.
       add: returns the numbers `[B, H, G, S]` of a block after more queries, of the numbers before
-        and of the logarithms `[B, H, G, T, S]`.
+        and of the logarithms `[B, H, G, T, S]` of these queries' probabilities.
     """
     blocks = _Blocks.of(q, bias, query_position, key_position, window)
     to_query, to_product = _factors(scale, k.dtype)
@@ -223,7 +249,7 @@ def _over_queries(
             q_i = blocks.queries(i, q).astype(k.dtype) * to_query
             logits = capped(products(q_i, k_j) * to_product, soft_cap)
 
-            logits = blocks.where_masked(i, j, lambda x: blocks.masked(i, j, x), logits)
+            logits = blocks.where_masked(i, j, lambda j, x: blocks.masked(i, j, x), logits)
             log_p = logits - finite_or_zero(blocks.queries(i, lse))[..., None]
             return add(numbers, log_p.reshape(*q.shape[:3], -1, blocks.key_size))
 
@@ -263,6 +289,8 @@ class _Blocks(NamedTuple):
         if held:
             most = max(MOST_HELD // (heads * bias.shape[-1]) // 8 * 8, 8)
             query_size = min(query_size, most)
+        # As many blocks as these, of one size: else the last one would be computed for few queries.
+        query_size = -(-q.shape[3] // -(-q.shape[3] // query_size))
         query_position = _pad_tail(query_position, query_size, -1)
         bias = _pad_tail(bias, key_size, -jnp.inf)
         key_position = _pad_tail(key_position, key_size, -1)
@@ -311,17 +339,19 @@ class _Blocks(NamedTuple):
             live_slots(*self.keys(j, self.bias, self.key_position))[..., None], values, 0
         )
 
-    def where_masked(self, i, j, mask: Callable[[T], T], x: T) -> T:
-        """Returns `mask(x)` if queries i do not see slots j as they are, else x.
+    def where_masked(self, i, j, mask: Callable[[Array, T], T], x: T) -> T:
+        """Returns `mask(j, x)` if queries i do not see slots j as they are, else x.
 
         It is a loop of 0 or 1 times: a condition was a little slower on CPU (58 ms, not 57, in one
-        run). Where all queries are one block, it would save little and takes longer to compile;
-        elsewhere than on CPUs the host would wait for its length. There all blocks are masked.
+        run). The loop adds its counter, 0, to j: XLA computes all that does not depend on the
+        counter before the loop, and so would make the masks of all blocks. Where all queries are
+        one block, it would save little and takes longer to compile; elsewhere than on CPUs the host
+        would wait for its length. There all blocks are masked.
         """
         if self.is_masked is None:
-            return mask(x)
+            return mask(j, x)
         times = entry_of(entry_of(self.is_masked, i), j)
-        return jax.lax.fori_loop(0, times, lambda _, x: mask(x), x)
+        return jax.lax.fori_loop(0, times, lambda n, x: mask(j + n, x), x)
 
     def keys_of_query(self, i):
         return hull(entry_of(self.met, i), 0)

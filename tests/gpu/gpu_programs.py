@@ -455,6 +455,9 @@ def _prompt_kernels(heads: Heads) -> Iterator[Program]:
         reduce = functools.partial(columns, **OPTIONS)
         yield program(name, name, reduce, (q, store, bias, lse, query, position))
     yield program("attention and sums", "column_sums", joined, (q, store, store, *rest))
+    joined = functools.partial(ops.prompt_attention_and_maxima, **OPTIONS)
+    args = q, store, store, bias, lse, query, position
+    yield program("attention and maxima", "column_maxima", joined, args)
 
 
 def chunk(

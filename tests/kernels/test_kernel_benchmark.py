@@ -18,8 +18,8 @@ KEYS = {
 OPERATIONS = {
     "copy", "decode_attention", "gather_attention", "quantized_attention", "codebook_attention",
     "rank_clusters", "build_indices", "choosing", "page_scores", "host_rows", "link",
-    "prompt_attention", "prompt_attention_and_sums", "column_sums", "column_maxima", "kmeans",
-    "soft_matching", "segment_merge",
+    "prompt_attention", "prompt_attention_and_sums", "prompt_attention_and_maxima", "column_sums",
+    "column_maxima", "kmeans", "soft_matching", "segment_merge",
     "segment_sum", "pair_cosine", "pair_distance",
     "join_anchors", "greedy_cover", "nearest_entries",
 }  # fmt: skip

@@ -14,6 +14,7 @@ from pallas_kernels import (
     column_maxima,
     column_sums,
     prompt_attention,
+    prompt_attention_and_maxima,
     prompt_attention_and_sums,
 )
 from pallas_kernels.attention import prompt_blocks
@@ -93,21 +94,34 @@ def check(case, implementation):
 
 
 def check_joined(case, implementation, expected):
-    """Attention and sums by one operation, with and without learned sinks, against float64."""
+    """Attention with sums, and with maxima, by one operation, against float64.
+
+    With and without columns besides the slots: sinks of the heads, or any columns of each query.
+    """
+    rng, (out, lse, probabilities) = np.random.default_rng(1), expected
     heads = case.q.shape[1:3]
-    for sinks in (None, np.random.default_rng(1).normal(0, 3, heads)):
-        out, lse, probabilities = expected
-        if sinks is not None:
-            with_sink = np.logaddexp(lse, sinks[None, ..., None])
-            share = np.exp(lse - with_sink)[..., None]
-            out, lse, probabilities = out * share, with_sink, probabilities * share
-        logits = None if sinks is None else jnp.asarray(sinks, jnp.float32).reshape(-1)
-        operation = functools.partial(prompt_attention_and_sums, sinks=logits)
-        found = run(operation, case.args, **case.options, implementation=implementation)
+    sinks = rng.normal(0, 3, heads)
+    columns = rng.normal(0, 3, lse.shape)
+    columns[rng.random(lse.shape) < 0.2] = -np.inf
+    for operation, reduce, given, others in (
+        (prompt_attention_and_sums, np.sum, {"sinks": None}, np.full((*heads, 1), -np.inf)),
+        (prompt_attention_and_sums, np.sum, {"sinks": sinks.reshape(-1)}, sinks[..., None]),
+        (prompt_attention_and_maxima, np.max, {}, np.full_like(lse, -np.inf)),
+        (prompt_attention_and_maxima, np.max, {}, columns),
+    ):
+        total = np.logaddexp(lse, others)
+        share = np.exp(lse - np.where(total > -np.inf, total, 0))[..., None]
+        args = [*case.args]
+        if operation is prompt_attention_and_maxima:
+            args.insert(4, jnp.asarray(others, jnp.float32))
+        given = {name: x if x is None else jnp.asarray(x, jnp.float32) for name, x in given.items()}
+        call = functools.partial(operation, **given)
+        found = run(call, args, **case.options, implementation=implementation)
         assert [x.dtype for x in found] == [case.v.dtype, jnp.float32, jnp.float32]
-        close(found[0], out, case.kind, "joined output")
-        close(found[1], lse, case.kind, "joined log-sum-exp")
-        close(found[2], probabilities.sum(3), case.kind, "joined column sums")
+        close(found[0], out * share, case.kind, "joined output")
+        close(found[1], total, case.kind, "joined log-sum-exp")
+        columns_of = reduce(probabilities * share, axis=3)
+        close(found[2], columns_of, case.kind, f"columns of {operation.__name__}")
         assert (np.asarray(found[2])[probabilities.sum(3) == 0] == 0).all()
 
 
@@ -143,18 +157,28 @@ def test_queries_in_any_order_and_padding_between_them(implementation, one_part)
 
 @pytest.mark.parametrize("implementation", EVERY)
 def test_maxima_of_some_columns_of_a_larger_softmax(implementation, one_part):
-    """A document's slots, looked up by a repetition that sees itself, too, in two chunks."""
+    """A document's slots, looked up by a repetition that sees itself, too, in two chunks.
+
+    The log-sum-exps over all columns are given, or those over the columns besides the document's.
+    """
     case, document = Case(Shape(group=2, tokens=30, options={"soft_cap": 2.0})), 19
-    lse = case.expected()[1]
+    whole, lse, _ = case.expected()
     part = [np.asarray(x)[:, :, :document] for x in (case.k, case.bias, case.position)]
     k, bias, position = part
-    found = []
+    found, joined = [], []
+    options = {**case.options, "implementation": implementation}
     for chunk in (slice(0, 13), slice(13, None)):
-        args = (
-            case.q[..., chunk, :], k, bias, jnp.asarray(lse[..., chunk], jnp.float32),
-            case.query[:, chunk], position,
-        )  # fmt: skip
-        found.append(run(column_maxima, args, **case.options, implementation=implementation))
+        q, query = case.q[..., chunk, :], case.query[:, chunk]
+        args = (q, k, bias, jnp.asarray(lse[..., chunk], jnp.float32), query, position)
+        found.append(run(column_maxima, args, **options))
+        rest = [x[:, :, document:] for x in (case.k, case.v, case.bias, case.position)]
+        of_rest, others = run(prompt_attention, (q, *rest[:3], query, rest[3]), **options)
+        args = (q, k, case.v[:, :, :document], bias, others, query, position)
+        out, total, maxima = run(prompt_attention_and_maxima, args, **options)
+        joined.append(maxima)
+        close(total, lse[..., chunk], case.kind)
+        share = np.exp(others - np.where(total > -np.inf, total, 0))[..., None]
+        close(out + share * of_rest, whole[..., chunk, :], case.kind)
     expected = [
         [
             reference(
@@ -166,6 +190,7 @@ def test_maxima_of_some_columns_of_a_larger_softmax(implementation, one_part):
         for b in range(2)
     ]  # fmt: skip
     close(np.maximum(*found), np.array(expected), "reference")
+    close(np.maximum(*joined), np.array(expected), "reference")
 
 
 def test_a_causal_prompt_meets_half_of_its_blocks():
@@ -197,6 +222,11 @@ def test_large_logits_do_not_overflow(implementation, one_part):
     out, _, found = run(prompt_attention_and_sums, case.args, **options)
     close(out, expected[0], "bfloat16")
     close(found, expected[2].sum(3), "bfloat16")
+    none = jnp.full(lse.shape, -jnp.inf)
+    args = (*case.args[:4], none, *case.args[4:])
+    out, _, found = run(prompt_attention_and_maxima, args, **options)
+    close(out, expected[0], "bfloat16")
+    close(found, expected[2].max(3), "bfloat16")
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 1, 3, 0), (1, 2, 1, 3, 0), (1, 2, 1, 0, 5)], ids=str)
@@ -214,9 +244,14 @@ def test_without_rows_queries_or_slots_there_is_nothing(shape, implementation):
     for operation in REDUCED:
         found = run(operation, (q, k, bias, lse, query, position), **options)
         assert found.shape == (batch, heads, group, slots) and (found == 0).all()
-    out, _, found = run(prompt_attention_and_sums, (q, k, k, bias, query, position), **options)
-    assert out.shape == q.shape and found.shape == (batch, heads, group, slots)
-    assert (out == 0).all() and (found == 0).all()
+    rows, where = (q, k, k, bias), (query, position)
+    for operation, args in (
+        (prompt_attention_and_sums, (*rows, *where)),
+        (prompt_attention_and_maxima, (*rows, lse, *where)),
+    ):
+        out, _, found = run(operation, args, **options)
+        assert out.shape == q.shape and found.shape == (batch, heads, group, slots)
+        assert (out == 0).all() and (found == 0).all()
 
 
 # --- as compiled ----------------------------------------------------------------------------------

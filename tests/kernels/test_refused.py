@@ -59,6 +59,8 @@ CASES = [
     *((operation, columns(lse=floats(2, 2, 2)), {"scale": 1.0},
        r"lse must have shape \(2, 2, 1, 1\), got \(2, 2, 2\)")
       for operation in (ops.column_sums, ops.column_maxima)),
+    (ops.prompt_attention_and_maxima, [QUERY, KEYS, KEYS, SLOTS[0], floats(2, 2, 2), *SLOTS[1:]],
+     {"scale": 1.0}, r"elsewhere must have shape \(2, 2, 1, 1\), got \(2, 2, 2\)"),
     (ops.rank_clusters, RANKED, {"group_reduce": "sum"}, "'mean', 'max'.*got 'sum'"),
     (ops.rank_clusters, [RANKED[0], floats(1, 2, 5, 3), RANKED[2]], {},
      r"centroids must have shape \(1, 2, 5, 4\), got \(1, 2, 5, 3\)"),
