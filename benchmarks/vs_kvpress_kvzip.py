@@ -56,7 +56,7 @@ from kvjax.evaluation import Haystack, is_right
 from kvjax.models import load_tokenizer
 
 SHARES = (0.5, 0.2, 0.1, 0.05)  # of the document that stays
-DOCUMENTS = 3  # of which scores and positions are compared
+DOCUMENTS = 2  # of which scores and positions are compared
 PIECE, SHORT_PIECE = 2048, 256
 SINKS, NEW_TOKENS = 4, 16
 PARTS = ("positions", "answers", "times")
@@ -65,10 +65,7 @@ FULL = {"kvpress": "None", "kvjax": "Full()"}
 
 # {ratio} is the share that goes, {share} what stays.
 METHODS = {
-    "kvpress": {
-        "KVzipPress": "KVzipPress({ratio})",
-        "KVzipPress, layerwise": "KVzipPress({ratio}, layerwise=True)",
-    },
+    "kvpress": {"KVzipPress": "KVzipPress({ratio})"},
     "kvjax": {
         "kvzip(values=False)": "KVzip({share}, values=False, room=64)",
         "kvzip": "KVzip({share}, room=64)",
@@ -78,19 +75,18 @@ METHODS = {
         "by_head(kvzip)": "ByHead(KVzip({share}, room=64), 'heads.safetensors')",
     },
 }
-TIMED = {  # row → method of each side and share
-    "full": ("full", "full", None),
-    "kvzip": ("KVzipPress", "kvzip", 0.2),
-    "by_head": ("KVzipPress", "by_head(kvzip)", 0.2),
-    "by_head of a twentieth": ("KVzipPress", "by_head(kvzip)", 0.05),
+COMPARED = {  # of which positions are compared
+    "kvpress": ("KVzipPress({ratio})", "KVzipPress({ratio}, layerwise=True)"),
+    "kvjax": tuple(
+        METHODS["kvjax"][name] for name in ("kvzip(values=False)", "by_head(kvzip(values=False))")
+    ),
 }
+TIMED = (("full", None), ("kvzip", 0.2), ("by_head(kvzip)", 0.2), ("by_head(kvzip)", 0.05))
 
 
-def expression(side: str, method: str, share: float | None) -> str:
-    """A method in the names of a side."""
-    if share is None:
-        return FULL[side]
-    return METHODS[side][method].format(share=share, ratio=round(1 - share, 6))
+def written(text: str, share: float | None) -> str:
+    """An expression of `METHODS` at a share."""
+    return text if share is None else text.format(share=share, ratio=round(1 - share, 6))
 
 
 def best_scores(scores: Sequence, groups: int, count: int) -> list[list[list[int]]]:
@@ -153,10 +149,6 @@ class Comparison:
         """Scores and positions."""
         if self.rows.has(part="positions"):
             return
-        wanted = {
-            "kvpress": list(METHODS["kvpress"]),
-            "kvjax": ["kvzip(values=False)", "by_head(kvzip(values=False))"],
-        }
         asked = [(name, share) for share in SHARES for name in (0, 1)]
         figures: dict[float, dict[str, list]] = {share: {} for share in SHARES}
         scores = []
@@ -164,7 +156,7 @@ class Comparison:
         for case in self.cases[:DOCUMENTS]:
             found = {}
             for side, worker in workers.items():
-                texts = [expression(side, wanted[side][name], share) for name, share in asked]
+                texts = [written(COMPARED[side][name], share) for name, share in asked]
                 request = {"document": case.context, "instruction": self.instruction}
                 found[side] = worker.ask("repeated", methods=texts, **request)
             theirs, ours = (np.array(found[side]["scores"]) for side in SIDES)
@@ -186,7 +178,7 @@ class Comparison:
         pieces = self.instruction | {"ending": [], "piece": SHORT_PIECE}
         in_pieces = []
         for side, worker in workers.items():
-            texts = [expression(side, wanted[side][0], 0.5)]
+            texts = [written(COMPARED[side][0], SHARES[0])]
             document = self.cases[0].context
             answer = worker.ask("repeated", methods=texts, document=document, instruction=pieces)
             in_pieces.append(answer["scores"])
@@ -206,29 +198,34 @@ class Comparison:
                 self.rows.add(part="positions", share=share, sets=pair, **row)
 
     def answers(self, tokenizer: Any) -> None:
-        """Right answers and bytes."""
-        for side in SIDES:
-            methods = [("full", None)]
-            methods += [(name, share) for name in METHODS[side] for share in SHARES]
-            if self.rows.has(part="answers", side=side):
-                continue
-            texts = [expression(side, *each) for each in methods]
-            right, size = np.zeros(len(methods), int), np.zeros(len(methods))
-            worker = self.start(side, FULL[side])
-            for case in self.cases:
-                request = {"document": case.context, "question": case.question, "new": NEW_TOKENS}
+        """Right answers and bytes, case by case."""
+        missing = [n for n in range(len(self.cases)) if not self.rows.has(part="answers", case=n)]
+        if not missing:
+            return
+        methods = {side: [("full", None, FULL[side])] for side in SIDES}
+        for side, named in METHODS.items():
+            for name, text in named.items():
+                methods[side] += [(name, share, written(text, share)) for share in SHARES]
+        workers = {side: self.start(side, FULL[side]) for side in SIDES}
+        for number in missing:
+            case, row = self.cases[number], {}
+            for side, worker in workers.items():
                 found = worker.ask(
-                    "answers", methods=texts, instruction=self.instruction, **request
-                )
-                right += [is_right(tokenizer.decode(x["tokens"]), case.answers[0]) for x in found]
-                size += [x["cache_bytes"] for x in found]
-            worker.close()
-            for number, (name, share) in enumerate(methods):
-                self.rows.add(
-                    part="answers", side=side, method=name, share=share, text=texts[number],
-                    cases=len(self.cases), right=int(right[number]),
-                    cache_bytes=round(size[number] / len(self.cases)),
+                    "answers", methods=[text for _, _, text in methods[side]],
+                    document=case.context, question=case.question, new=NEW_TOKENS,
+                    instruction=self.instruction,
                 )  # fmt: skip
+                row[side] = [
+                    {
+                        "method": name, "share": share, "text": text,
+                        "right": is_right(tokenizer.decode(each["tokens"]), case.answers[0]),
+                        "cache_bytes": each["cache_bytes"],
+                    }
+                    for (name, share, text), each in zip(methods[side], found, strict=True)
+                ]  # fmt: skip
+            self.rows.add(part="answers", case=number, **row)
+        for worker in workers.values():
+            worker.close()
 
     def times(self, rounds: int) -> None:
         """Seconds, memory and bytes."""
@@ -237,13 +234,13 @@ class Comparison:
             "document": case.context, "question": case.question, "new": NEW_TOKENS,
             "instruction": self.instruction,
         }  # fmt: skip
-        for name, (kvpress, kvjax, share) in TIMED.items():
-            if self.rows.has(part="times", row=name):
+        for name, share in TIMED:
+            if self.rows.has(part="times", method=name, share=share):
                 continue
-            texts = [
-                expression(side, method, share)
-                for side, method in zip(SIDES, (kvpress, kvjax), strict=True)
-            ]
+            texts = list(FULL.values())
+            if share is not None:
+                both = METHODS["kvpress"]["KVzipPress"], METHODS["kvjax"][name]
+                texts = [written(text, share) for text in both]
             workers = [self.start(side, text) for side, text in zip(SIDES, texts, strict=True)]
             for worker in workers:  # compiles
                 worker.ask("ask", **request)
@@ -260,7 +257,7 @@ class Comparison:
                 }
                 row[side] = {"text": texts[number], **least, **worker.ask("memory")}
                 worker.close()
-            self.rows.add(part="times", row=name, share=share, **row)
+            self.rows.add(part="times", method=name, share=share, **row)
 
 
 def main() -> None:

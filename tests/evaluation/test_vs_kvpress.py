@@ -111,8 +111,8 @@ def test_held_counts_tokens_of_all_heads(kvzip):
 
 @pytest.mark.parametrize("share", (0.5, 0.2, 0.1, 0.05))
 def test_both_sides_keep_the_same_share(kvzip, share):
-    theirs = eval(kvzip.expression("kvpress", "KVzipPress", share), {"KVzipPress": float})
-    ours = eval(kvzip.expression("kvjax", "kvzip", share), {"KVzip": kvjax.KVzip})
+    texts = [kvzip.written(each[0], share) for each in kvzip.COMPARED.values()]
+    theirs, ours = (eval(text, {"KVzipPress": float, "KVzip": kvjax.KVzip}) for text in texts)
     tokens = 30 * 3 * 1000
     assert tokens - int(tokens * theirs) == tokens * ours.budget
     assert ours.sinks == kvzip.SINKS
