@@ -234,6 +234,65 @@ def kvpress(rows: Sequence[dict[str, Any]]) -> str:
     return markdown(headings, map(line, rows))
 
 
+def kvzip_answers(rows: Sequence[dict[str, Any]]) -> str:
+    """Right answers and bytes of `vs_kvpress_kvzip.py`, shares beside each other."""
+    by_method: dict[tuple[str, str], dict[float | None, list[dict[str, Any]]]] = {}
+    for row in rows:
+        if row["part"] == "answers":
+            for side in ("kvpress", "kvjax"):
+                for each in row[side]:
+                    of_method = by_method.setdefault((side, each["method"]), {})
+                    of_method.setdefault(each["share"], []).append(each)
+    shares = list(dict.fromkeys(x for each in by_method.values() for x in each if x is not None))
+
+    def shown(answers: list[dict[str, Any]]) -> str:
+        size = sum(each["cache_bytes"] for each in answers) / len(answers)
+        right = sum(each["right"] for each in answers)
+        return f"{right} of {len(answers)}, {size / 1e6:.1f} MB"
+
+    lines = [
+        [side, f"`{method}`", *(shown(each.get(share, each.get(None, []))) for share in shares)]
+        for (side, method), each in by_method.items()
+    ]
+    return markdown(["", "method", *(f"{share:g} kept" for share in shares)], lines)
+
+
+def kvzip_positions(rows: Sequence[dict[str, Any]]) -> str:
+    """Sets of positions of `vs_kvpress_kvzip.py`, shares beside each other."""
+    found = [row for row in rows if row["part"] == "positions"]
+    shares = list(dict.fromkeys(row["share"] for row in found))
+    pairs = {
+        "of_head": "the best of each head by kvpress's scores, and `kvzip(values=False)`",
+        "of_layer": "`KVzipPress, layerwise`, and the best of each layer by kvjax's scores",
+        "of_model": "`KVzipPress`, and the best of all heads by kvjax's scores",
+    }
+    figures = {(row["sets"], row["share"]): f"{row['equal']} of {row['lists']}" for row in found}
+    lines = [[told, *(figures[pair, share] for share in shares)] for pair, told in pairs.items()]
+    return markdown(["compared", *(f"{share:g} kept" for share in shares)], lines)
+
+
+def kvzip_times(rows: Sequence[dict[str, Any]]) -> str:
+    """Seconds and bytes of `vs_kvpress_kvzip.py`."""
+
+    def pair(row: dict[str, Any], key: str, scale: float, unit: str) -> str:
+        both = " / ".join(f"{scale * row[side][key]:,.0f}" for side in ("kvpress", "kvjax"))
+        return f"{both} {unit}"
+
+    columns = {
+        "document": ("read_s", 1e3, "ms"), "question": ("question_s", 1e3, "ms"),
+        "per token": ("per_token_s", 1e3, "ms"), "cache": ("cache_bytes", 1e-6, "MB"),
+        "peak memory": ("peak_bytes", 1e-6, "MB"),
+    }  # fmt: skip
+    lines = [
+        [
+            " / ".join(f"`{row[side]['text']}`" for side in ("kvpress", "kvjax")),
+            *(pair(row, *each) for each in columns.values()),
+        ]
+        for row in rows if row["part"] == "times"
+    ]  # fmt: skip
+    return markdown(["methods", *columns], lines)
+
+
 def speed(rows: Sequence[dict[str, Any]]) -> str:
     """Of `kvjax bench`."""
     headings = [
@@ -249,6 +308,10 @@ def speed(rows: Sequence[dict[str, Any]]) -> str:
         ]
         for row in rows
     ])  # fmt: skip
+
+
+KVZIP = kvzip_answers, kvzip_positions, kvzip_times
+"""The tables of `vs_kvpress_kvzip.py`."""
 
 
 def read(name: str) -> dict[str, Any]:
@@ -297,6 +360,7 @@ def tables() -> tuple[list[Results], dict[str, str]]:
         "choose": choosing(measured),
         "situations": situations(folders["needles"]),
         "first": first(folders["needles"]),
+        **{made.__name__: made(read("vs_kvpress_kvzip_smollm2")["rows"]) for made in KVZIP},
     }
 
 

@@ -31,8 +31,8 @@ class Repetition:
     Args:
       first: token ids between the prompt and its first piece; none by default.
       further: token ids before a further piece; the last 8 tokens of the piece before follow them.
-      piece: tokens of a piece at most; 2,048, as in the paper's code. Pieces are shorter where the
-        model has fewer positions behind the prompt.
+      piece: tokens of a piece at most; 2,048, where the authors' code has 2,000. Pieces are shorter
+        where the model has fewer positions behind the prompt.
 
     Raises:
       TypeError, ValueError: `piece` is no int, or below 1.
@@ -56,7 +56,10 @@ class Repetition:
 
     @classmethod
     def of(cls, tokenizer: Any) -> Repetition:
-        """Returns the instruction of the paper's code, in the tokens of a model.
+        """Returns the instruction of the authors' code, in the tokens of a model.
+
+        There the end of a chat message follows it; here two line ends, or before further pieces
+        nothing, since a document need not be in a chat.
 
         Args:
           tokenizer: tokenizer of the model, from `transformers`.

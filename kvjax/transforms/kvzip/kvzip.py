@@ -72,9 +72,13 @@ class KVzip(PromptBudget):
       Scores count the size of values (`values`), which keeps the needles of small models at much
       smaller budgets. Every head keeps the same number of tokens; `kvjax.ByHead` shares a budget
       among heads, as the paper does for each document anew. A repetition attends to the document
-      as it is in all layers, and to its own piece. With `fit`, these queries have not seen either
-      what earlier layers have lost, and each document is fitted by itself: masses and values of
-      what was kept before stay.
+      as it is in all layers, and to its own piece. Where a long document is repeated in pieces,
+      the probabilities of a query are over all that it attends to, and a token's score is the
+      largest from any piece; in the authors' code, each piece scores the part that it repeats, by
+      probabilities over the system prompt, that part and the piece. There the system prompt stays
+      whole; here it counts as a part of the document. With `fit`, these queries have not seen
+      either what earlier layers have lost, and each document is fitted by itself: masses and values
+      of what was kept before stay.
     """
 
     budget: Budget
