@@ -179,7 +179,7 @@ def test_smollm2_answers_the_same_from_a_file_of_a_few_per_cent(smollm2, data_di
     document, repetition = tokens[-1024:], kvjax.Repetition.of(tokenizer)
     # Shares as uneven as those of the model, whose own profile would take half a minute.
     size = np.exp(3 * np.random.default_rng(0).normal(size=(model.num_layers, model.kv_heads, 1)))
-    profile = kvjax.HeadProfile(1 - np.exp(-size * np.geomspace(1e-3, 1e4, 64)), "kvzip")
+    profile = kvjax.HeadProfile(1 - np.exp(-size * np.geomspace(1e-3, 1e8, 64)), "kvzip")
     base = kvjax.chain(kvjax.KVzip(0.05, room=64), kvjax.Quantize())
     context = kvjax.read(
         model, [document], transform=kvjax.ByHead(base, profile), max_prompt=1024 + 64, max_new=8,
