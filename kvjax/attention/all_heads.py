@@ -30,17 +30,20 @@ def of_all_heads(transform: HeadGroups) -> HeadGroups:
     return HeadGroups(((heads, transform.whole),), transform.order)  # pyright: ignore[reportArgumentType]
 
 
-def joined(transform: HeadGroups, cache: tuple[LayerCache, ...], slots: int) -> tuple[LayerCache]:
+def joined(
+    transform: HeadGroups, cache: tuple[LayerCache, ...], slots: int, most: int
+) -> tuple[LayerCache]:
     """Joins the rectangles of a layer into one cache, whose keys and values are dense.
 
-    Tokens stay in the slots that they have in their rectangle. The cache has room for a whole
-    prompt beside these slots, so that each head's tokens become its first ones when the prompt is
-    compressed.
+    Tokens stay in the slots that they have in their rectangle. Where a rectangle has fewer slots
+    than the cache, there must be room beside these: each head's tokens then become its first ones
+    when the prompt is compressed.
 
     Args:
       transform: head groups that have a method for all heads.
       cache: of the groups, between prompts.
       slots: of each head; at least those of the largest rectangle.
+      most: slots of each head, at most, while a prompt is read.
 
     Returns:
       A cache of `of_all_heads(transform)`, with the columns of the groups and `RECTANGLE_SLOT`.
@@ -80,7 +83,7 @@ def joined(transform: HeadGroups, cache: tuple[LayerCache, ...], slots: int) -> 
         dropped=jnp.concatenate([kv.dropped for kv in kvs], 1),
         length=first.kv.length,
         capacity=slots,
-        max_new=first.kv.max_new + slots,
+        max_new=most - first.kv.max_prompt,
     )
     slot = jnp.where(kv.live, slot_numbers(kv.shape), -1)
     kv = kv.with_column(RECTANGLE_SLOT, slot, fill=-1, merge="keep")

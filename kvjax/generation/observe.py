@@ -124,7 +124,7 @@ def _needs(layer: KVTransform) -> Needs:
 
 def slots_together(
     layers: Sequence[KVTransform], caches: Sequence[Cache], repeated: bool
-) -> list[int | None]:
+) -> list[tuple[int, int] | None]:
     """Returns the slots of a layer's heads where they read a further prompt together.
 
     Rectangles differ from layout to layout, so that reading group by group would compile a whole
@@ -135,16 +135,21 @@ def slots_together(
       repeated: whether the prompt is repeated.
 
     Returns:
-      For each layer the slots that all its heads have in the meantime; None: it reads as it is.
+      For each layer the slots that all its heads have in the meantime, and at most while the prompt
+      is read, which is as much more as the smallest rectangle of any layer may get; None: it reads
+      as it is.
     """
-    largest = [
-        max(part.kv.slots for part in layer_caches(cache))
-        if decides_for_all(transform, repeated) and placement_of(cache) is None else None
+    rectangles = [
+        [part.kv for part in layer_caches(cache)]
+        if decides_for_all(transform, repeated) and placement_of(cache) is None else []
         for transform, cache in zip(layers, caches, strict=True)
     ]  # fmt: skip
-    most = max(filter(None, largest), default=0)
-    smaller = int(most * SMALLER)
-    return [None if x is None else smaller if x <= smaller else most for x in largest]
+    sizes = [[kv.slots for kv in of_layer] for of_layer in rectangles]
+    largest = max((max(slots) for slots in sizes if slots), default=0)
+    room = max((kv.max_tokens - kv.slots for kvs in rectangles for kv in kvs), default=0)
+    smaller = int(largest * SMALLER)
+    together = [smaller if max(slots, default=0) <= smaller else largest for slots in sizes]
+    return [(x, x + room) if slots else None for x, slots in zip(together, sizes, strict=True)]
 
 
 def join_heads(
@@ -152,7 +157,7 @@ def join_heads(
     transform: HeadGroups,
     attention: AttentionOptions,
     cache: Cache,
-    slots: int,
+    slots: tuple[int, int],
     compiler: Compiler,
 ) -> tuple[LayerCache]:
     """Joins the head groups of a layer into one cache, for as long as it reads a further prompt.
@@ -160,9 +165,9 @@ def join_heads(
     Args:
       program: its name, as in `Compiler`.
       attention: options of the layer's attention.
-      slots: of each head.
+      slots: of each head, as `slots_together` returns them.
     """
-    return compiler.run(program, (transform, attention, slots), _join, transform, cache, slots)
+    return compiler.run(program, (transform, attention, slots), _join, transform, cache, *slots)
 
 
 def cut_heads(
@@ -210,7 +215,7 @@ def compress_layer(
     return compiler.run(program, key, _compress, transform, size, attention, tuple(states), decided)
 
 
-_join = compiled(static_argnums=(0, 2))(joined)
+_join = compiled(static_argnums=(0, 2, 3))(joined)
 _cut = compiled(static_argnums=0, donate_argnums=1)(cut)
 
 

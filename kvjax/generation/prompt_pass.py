@@ -107,7 +107,7 @@ def _read_by_layer(
     parts, mesh = model.parts, mesh_of(model.params)
     attention = tuple(map(model.attention, range(len(layers))))
     observers = observers_of(parts.blocks, attention, layers, sizes[0] if last else None)
-    together: Sequence[int | None] = [None] * len(layers)
+    together: Sequence[tuple[int, int] | None] = [None] * len(layers)
     if sizes[0] is None and last:
         together = slots_together(layers, start[0], repetitions[0] is not None)
     # What enters the next layer: the states of a prompt, their positions, and its repetition's.
