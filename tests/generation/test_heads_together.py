@@ -90,11 +90,10 @@ def same(one, other, kind: str) -> None:
 @pytest.mark.parametrize("name", some_slow(METHODS, "kvzip", "kvzip in 8 bits", "snapkv again"))
 def test_turns_are_those_of_groups_alone(name, monkeypatch):
     """Ragged rows, of which some take no part; several turns, with answers between them."""
-    transform, before = METHODS[name], programs()
-    together = conversation(transform)
-    assert programs()[1] > before[1]
+    transform = METHODS[name]
+    together, after = conversation(transform), programs()
+    assert after[1] and after[2]
     alone(monkeypatch)
-    after = programs()
     for one, other in zip(together, conversation(transform), strict=True):
         same(one, other, KINDS.get(name, "accumulated"))
     assert programs()[1:] == after[1:]
@@ -104,9 +103,13 @@ def test_turns_are_those_of_groups_alone(name, monkeypatch):
 def test_further_documents_are_those_of_groups_alone(name, monkeypatch):
     """They are repeated; with a fit each group reads them by itself."""
     turns = [[[7, 3, 9, 1, 4] * 3, [6, 2] * 9, None], [[5, 9, 2], None, [8]]]
-    repetition, before = kvjax.Repetition(first=(1, 2), further=(3,), piece=8), programs()
+    repetition, calls = kvjax.Repetition(first=(1, 2), further=(3,), piece=8), []
+    join_heads = prompt_pass.join_heads
+    monkeypatch.setattr(
+        prompt_pass, "join_heads", lambda *args: calls.append(args) or join_heads(*args)
+    )
     together = conversation(METHODS[name], turns, repetition)
-    assert (programs()[1] > before[1]) == (name == "kvzip")
+    assert len(calls) == (2 * LAYERS if name == "kvzip" else 0)
     alone(monkeypatch)
     for one, other in zip(together, conversation(METHODS[name], turns, repetition), strict=True):
         same(one, other, KINDS.get(name, "accumulated"))
