@@ -184,8 +184,8 @@ def test_slots_are_those_of_the_largest_rectangle_or_a_quarter():
     largest = [max(part.kv.slots for part in cache) for cache in caches]
     most = max(largest)
     room = 4000 - min(part.kv.slots for cache in caches for part in cache)
-    sizes = [most // 4 if slots <= most // 4 else most for slots in largest]
-    expected = [(slots, slots + room) for slots in sizes]
+    slots_of_layers = [most // 4 if slots <= most // 4 else most for slots in largest]
+    expected = [(slots, slots + room) for slots in slots_of_layers]
     assert slots_together(layers, caches, repeated=False) == expected
     assert len(set(expected)) == 2
     groups_of_others = kvjax.HeadGroups((((0,), kvjax.Full()), ((1,), kvjax.H2O(20))))
