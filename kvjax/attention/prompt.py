@@ -175,7 +175,9 @@ def step_of(reading: Reading, implementation: str | None = None) -> Step:
     )  # fmt: skip
 
 
-def compress(reading: Reading, implementation: str | None = None) -> LayerCache:
+def compress(
+    reading: Reading, implementation: str | None = None, *, to_front: bool = False
+) -> LayerCache:
     """Ends a prompt: carries out what the transform decides, and gives the layer's cache back.
 
     Parts that evict or merge come first. The slots are then brought to the cache's capacity, other
@@ -184,19 +186,14 @@ def compress(reading: Reading, implementation: str | None = None) -> LayerCache:
     Args:
       reading: of the whole prompt. Donate it.
       implementation: of the operations in `pallas_kernels`, as in `attend` (static).
-    """
-    return stored(evicted(reading, implementation), implementation)
-
-
-def evicted(
-    reading: Reading, implementation: str | None = None, *, to_front: bool = False
-) -> Reading:
-    """Carries out what the parts decide that evict or merge: the first half of `compress`.
-
-    Args:
       to_front: whether the slots that stay become the first ones in any case. Otherwise they stay
         where they are if there are as many slots as the capacity, and no other part.
     """
+    return stored(_evicted(reading, implementation, to_front), implementation)
+
+
+def _evicted(reading: Reading, implementation: str | None, to_front: bool) -> Reading:
+    """Carries out what the parts decide that evict or merge: the first half of `compress`."""
     cache, kv, transform = reading.cache, reading.kv, reading.transform
     parts, states = parts_of(transform), states_of_parts(transform, cache.state)
     first = _evicting(parts)
@@ -252,31 +249,6 @@ def read_for(transform: KVTransform, cache: Cache, reading: Reading) -> Reading 
         return _with_room(_read_for(cache, reading))
     groups = zip(cache, transform.heads_in(cache), strict=True)
     return tuple(_with_room(_read_for(part, of_heads(reading, heads))) for part, heads in groups)
-
-
-def cut(transform: HeadGroups, cache: Cache, reading: Reading) -> tuple[Reading, ...]:
-    """Cuts a reading into the rectangles of head groups.
-
-    Args:
-      transform: the groups.
-      cache: an empty one of the layer, with a part for each group. Donate it.
-      reading: of all heads in the groups' order, after their method's decision: the slots that
-        stay are the first.
-
-    Returns:
-      A reading of each group, which `stored` stores.
-    """
-    readings, start = [], 0
-    for (numbers, _), part in zip(transform.groups, cache, strict=True):
-        group = of_heads(reading, range(start, start + len(numbers)))
-        start, slots = start + len(numbers), min(part.kv.capacity, reading.kv.slots)
-        k, v = (Dense(payload.read()[:, :, :slots]) for payload in (group.kv.k, group.kv.v))
-        kv = group.kv.map_slots(lambda x, slots=slots: x[:, :, :slots]).replace(k=k, v=v)
-        group = dataclasses.replace(group, cache=dataclasses.replace(group.cache, kv=kv))
-        group = _read_for(part, group)
-        kv = widen(group.kv, part.kv.capacity)
-        readings.append(dataclasses.replace(group, cache=dataclasses.replace(group.cache, kv=kv)))
-    return tuple(readings)
 
 
 def of_heads(reading: Reading, heads: Heads) -> Reading:

@@ -165,8 +165,6 @@ def _by_layer(transform: ByHead) -> tuple[KVTransform, ...]:
     )
     for_all = map_methods(_WithShares(all_shares, tuple(range(len(each)))), transform.base)
     whole = chain(*(part for part in parts_of(for_all) if part.stage == Stage.EVICT))
-    if whole.needs.repetition_queries:  # a fit takes as many slots of each head as the largest has
-        whole = None
     transforms: dict[int, KVTransform] = {}
     for layout in layouts(each, _TOKENS):
         groups = []

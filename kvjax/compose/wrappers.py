@@ -91,8 +91,9 @@ class HeadGroups(KVTransform):
         layers whose groups have other heads are equal values, and share compiled code. None: each
         number is a head.
       whole: the method for all heads, in the places of the numbers 0 … H − 1, where it decides for
-        each head as the groups' transforms do. A first prompt is then compressed by it, which is
-        compiled once for all layers, and cut into the groups' rectangles. None: there is none.
+        each head as the groups' transforms do. `read` and `generate` then let it compress prompts
+        for all heads, which is compiled for all layers together, and cut what it keeps into the
+        groups' rectangles. None: there is none.
 
     Raises:
       TypeError: no tuples of (tuple of heads, transform).

@@ -1,4 +1,4 @@
-"""Reads a prompt for other methods, each of which compresses it later."""
+"""Reads a prompt once for methods, or for head groups, each of which compresses it later."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from kvjax.attention.layer import Cache, Reading, map_parts
-from kvjax.attention.prompt import compress, cut, evicted, of_heads, read_for, stored
+from kvjax.attention.all_heads import cut, joined
+from kvjax.attention.layer import Cache, LayerCache, Reading, layer_caches, map_parts
+from kvjax.attention.parts import placement_of
+from kvjax.attention.prompt import compress, of_heads, read_for
 from kvjax.compiled_code import compiled
 from kvjax.compose.wrappers import HeadGroups, by_head_groups
 from kvjax.generation.compiler import Compiler
@@ -30,7 +32,7 @@ class Observe(KVTransform):
     @classmethod
     def of(cls, layer: KVTransform) -> Observe:
         """Returns what reads a prompt for the transform of a layer, to be compressed later."""
-        needs = functools.reduce(Needs.union, (part.needs for part in by_head_groups(layer)))
+        needs = _needs(layer)
         return cls(
             Needs(  # without what decode steps need
                 accumulated_attention=needs.accumulated_attention,
@@ -54,6 +56,9 @@ def reads_alone(layer: KVTransform, size: CacheSize) -> bool:
     return drops or size.mesh is not None
 
 
+# Heads of a layer that are read together have as many slots as the largest rectangle of any layer,
+# or this share of them. Each of these sizes is compiled for once.
+SMALLER = 1 / 4
 FEWEST = 3  # transforms of layers that are alike, from which on they share a program that reads
 NO_STATES = (((), None),)  # the state and heads of `Observe`, as `states_of` returns them
 
@@ -96,6 +101,93 @@ def observers_of(
     ]
 
 
+def decides_for_all(transform: KVTransform, repeated: bool) -> bool:
+    """Returns whether the method for all heads of head groups compresses a prompt.
+
+    It does not where groups store keys unrotated, or query head by query head. Nor does it where a
+    fit follows the repetition: that would take as many slots of each head as the largest one has.
+
+    Args:
+      repeated: whether the prompt is repeated.
+    """
+    if not isinstance(transform, HeadGroups) or transform.whole is None:
+        return False
+    needs = _needs(transform)
+    fits = repeated and needs.repetition_queries
+    return not (fits or needs.unrotated_keys or needs.unfold)
+
+
+def _needs(layer: KVTransform) -> Needs:
+    """Returns what a layer's transform needs, or those of its head groups together."""
+    return functools.reduce(Needs.union, (part.needs for part in by_head_groups(layer)))
+
+
+def slots_together(
+    layers: Sequence[KVTransform], caches: Sequence[Cache], repeated: bool
+) -> list[tuple[int, int] | None]:
+    """Returns the slots of a layer's heads where they read a further prompt together.
+
+    Rectangles differ from layout to layout, so that reading group by group would compile a whole
+    block for each layout.
+
+    Args:
+      layers, caches: of the model.
+      repeated: whether the prompt is repeated.
+
+    Returns:
+      For each layer the slots that all its heads have in the meantime, and at most while the prompt
+      is read, which is as much more as the smallest rectangle of any layer may get; None: it reads
+      as it is.
+    """
+    rectangles = [
+        [part.kv for part in layer_caches(cache)]
+        if decides_for_all(transform, repeated) and placement_of(cache) is None else []
+        for transform, cache in zip(layers, caches, strict=True)
+    ]  # fmt: skip
+    sizes = [[kv.slots for kv in of_layer] for of_layer in rectangles]
+    largest = max((max(slots) for slots in sizes if slots), default=0)
+    room = max((kv.max_tokens - kv.slots for kvs in rectangles for kv in kvs), default=0)
+    smaller = int(largest * SMALLER)
+    together = [smaller if max(slots, default=0) <= smaller else largest for slots in sizes]
+    return [(x, x + room) if slots else None for x, slots in zip(together, sizes, strict=True)]
+
+
+def join_heads(
+    program: str,
+    transform: HeadGroups,
+    attention: AttentionOptions,
+    cache: Cache,
+    slots: tuple[int, int],
+    compiler: Compiler,
+) -> tuple[LayerCache]:
+    """Joins the head groups of a layer into one cache, for as long as it reads a further prompt.
+
+    Args:
+      program: its name, as in `Compiler`.
+      attention: options of the layer's attention.
+      slots: of each head, as `slots_together` returns them.
+    """
+    return compiler.run(program, (transform, attention, slots), _join, transform, cache, *slots)
+
+
+def cut_heads(
+    program: str,
+    transform: HeadGroups,
+    attention: AttentionOptions,
+    cache: Cache,
+    all_heads: LayerCache,
+    compiler: Compiler,
+) -> Cache:
+    """Cuts what `join_heads` has joined into head groups again, when the prompt has been read.
+
+    Args:
+      cache: of the head groups, as it was before. It is donated.
+      all_heads: the cache of all heads, afterwards.
+    """
+    key = transform, attention, all_heads.kv.shape
+    return compiler.run(program, key, _cut, transform, cache, all_heads)
+
+
 def compress_layer(
     program: str,
     transform: KVTransform,
@@ -112,16 +204,19 @@ def compress_layer(
       size: of the cache.
       states: of the transform, for an empty cache. They are donated.
     """
+    key, decided = (transform, size, attention, reading.kv.shape), reading
     if isinstance(transform, HeadGroups) and transform.whole is not None:
         *states, of_whole = states
-        reading = compiler.run(
-            "the decision of a layer", (transform.whole, size, attention, reading.kv.shape),
-            _decide, transform.whole, size, attention, of_whole, reading,
-        )  # fmt: skip
-    return compiler.run(
-        program, (transform, size, attention, reading.kv.shape), _compress,
-        transform, size, attention, tuple(states), reading,
-    )  # fmt: skip
+        if decides_for_all(transform, repeated=True):
+            decided = compiler.run(
+                "the decision of a layer", (transform.whole, *key[1:]), _decide,
+                transform.whole, size, attention, of_whole, reading,
+            )  # fmt: skip
+    return compiler.run(program, key, _compress, transform, size, attention, tuple(states), decided)
+
+
+_join = compiled(static_argnums=(0, 2, 3))(joined)
+_cut = compiled(static_argnums=0, donate_argnums=1)(cut)
 
 
 @compiled(static_argnums=(0, 1, 2))
@@ -131,11 +226,11 @@ def _decide(
     attention: AttentionOptions,
     state_and_heads: tuple,
     reading: Reading,
-) -> Reading:
-    """Returns a reading of all heads in the groups' order, after their method's decision."""
+) -> LayerCache:
+    """Returns a cache of all heads in the groups' order, compressed by their method."""
     cache = new_cache(whole, size, attention, ((state_and_heads[0], None),))
     reading = read_for(whole, cache, of_heads(reading, state_and_heads[1]))
-    return evicted(reading, to_front=True)
+    return compress(reading, to_front=True)
 
 
 @compiled(static_argnums=(0, 1, 2), donate_argnums=3)
@@ -144,9 +239,10 @@ def _compress(
     size: CacheSize,
     attention: AttentionOptions,
     states: tuple,
-    reading: Reading,
+    decided: Reading | LayerCache,
 ) -> Cache:
+    """Returns a layer's cache, made of a reading, or of the cache that `_decide` returns."""
     cache = new_cache(transform, size, attention, states)
-    if isinstance(transform, HeadGroups) and transform.whole is not None:
-        return map_parts(stored, cut(transform, cache, reading))
-    return map_parts(compress, read_for(transform, cache, reading))
+    if isinstance(decided, LayerCache):
+        return cut(transform, cache, decided)
+    return map_parts(compress, read_for(transform, cache, decided))

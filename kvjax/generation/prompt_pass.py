@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from kvjax.attention.all_heads import of_all_heads
 from kvjax.attention.attend import complete
 from kvjax.attention.kept_tokens import kept_tokens
 from kvjax.attention.layer import Cache, layer_caches
@@ -24,7 +25,14 @@ from kvjax.generation.compiler import Compiler
 from kvjax.generation.groups import Group, joined
 from kvjax.generation.model import FunctionalModel
 from kvjax.generation.new_caches import CacheSize, new_cache, states_of, states_of_layers
-from kvjax.generation.observe import NO_STATES, compress_layer, observers_of
+from kvjax.generation.observe import (
+    NO_STATES,
+    compress_layer,
+    cut_heads,
+    join_heads,
+    observers_of,
+    slots_together,
+)
 from kvjax.generation.pruning import drops_tokens, pass_on, states_at
 from kvjax.generation.repetition import Pieces
 from kvjax.protocol import AttentionOptions, KVTransform
@@ -99,6 +107,9 @@ def _read_by_layer(
     parts, mesh = model.parts, mesh_of(model.params)
     attention = tuple(map(model.attention, range(len(layers))))
     observers = observers_of(parts.blocks, attention, layers, sizes[0] if last else None)
+    together: Sequence[tuple[int, int] | None] = [None] * len(layers)
+    if sizes[0] is None and last:
+        together = slots_together(layers, start[0], repetitions[0] is not None)
     # What enters the next layer: the states of a prompt, their positions, and its repetition's.
     passing, new_caches = [], []
     for group, pieces in zip(groups, repetitions, strict=True):
@@ -112,7 +123,13 @@ def _read_by_layer(
         passing.append((states[0], group.positions, states[1]))
     for layer, layer_params in enumerate(parts.split(model.params)):
         block, transform, observer = parts.blocks[layer], layers[layer], observers[layer]
-        group_caches, cache = [], start[0][layer]
+        group_caches, cache, slots = [], start[0][layer], together[layer]
+        of_layer, groups_cache = f"layer {layer + 1} of {len(layers)}", cache
+        if slots is not None:
+            cache = join_heads(
+                f"the heads of {of_layer}", transform, attention[layer], cache, slots, compiler
+            )
+            transform = of_all_heads(transform)
         for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
             x, positions, x_repeated = passing[number]
             repeated = None
@@ -126,17 +143,20 @@ def _read_by_layer(
                 reads = observer, size._replace(max_new=0), attention[layer], False
                 reads_into = NO_STATES
             *passing[number], cache = compiler.run(
-                f"the prompt pass of layer {layer + 1} of {len(layers)}",
-                (block, reads, x.shape, repeated is None), _read_layer,
+                f"the prompt pass of {of_layer}",
+                (block, reads, slots, x.shape, repeated is None), _read_layer,
                 block, *reads, layer_params, x, positions, reads_into, rows, repeated,
             )  # fmt: skip
             if observer is not None:
-                program = f"the compression of layer {layer + 1} of {len(layers)}"
-                settings = transform, size, attention[layer]
-                cache = compress_layer(program, *settings, states_or_cache, cache, compiler)
+                settings = f"the compression of {of_layer}", transform, size, attention[layer]
+                cache = compress_layer(*settings, states_or_cache, cache, compiler)
             # Waiting bounds the memory: a layer that is queued has its arrays already.
             cache = jax.block_until_ready(cache)
             group_caches.append(cache)
+        if slots is not None:
+            program = f"the head groups of {of_layer}"
+            settings = program, layers[layer], attention[layer]
+            cache = jax.block_until_ready(cut_heads(*settings, groups_cache, *cache, compiler))
         new_caches.append(cache if sizes[0] is None else _together(groups, group_caches, compiler))
         if on_layer is not None:
             on_layer(layer)

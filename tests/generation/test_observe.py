@@ -31,6 +31,10 @@ LAYERED = {
     "by head in 8 bits": kvjax.ByHead(
         kvjax.chain(kvjax.SnapKV(0.5, window=4), kvjax.Quantize(8)), PROFILE
     ),
+    "by head with a codebook": kvjax.ByHead(
+        kvjax.chain(kvjax.SnapKV(0.5, window=4), kvjax.Codebook()), PROFILE
+    ),
+    "by head again": kvjax.ByHead(kvjax.Every(kvjax.SnapKV(0.4, window=4), steps=4), PROFILE),
     "recall by head": kvjax.chain(
         kvjax.ByHead(kvjax.SnapKV(0.6, window=4), PROFILE), kvjax.Quest(12, page=4)
     ),

@@ -1,0 +1,194 @@
+"""Head groups read a further prompt together, as each of them would by itself."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.generation import groups, observe, prompt_pass
+from kvjax.generation.observe import slots_together
+from tests.generation.test_generate import RAGGED
+from tests.generation.test_observe import LAYERS, PROFILE, SIZES, model
+from tests.support.attending import parts, slots_of
+from tests.support.marks import some_slow
+from tests.support.tolerances import close
+
+KVZIP = kvjax.KVzip(0.3, room=64)
+SNAPKV = kvjax.SnapKV(0.4, window=4)
+CLUSTERS = kvjax.ClusterKV(16, tokens_per_cluster=4, sinks=2, dense_layers=())
+
+
+def by_head(base):
+    return kvjax.ByHead(base, PROFILE)
+
+
+METHODS = {
+    "kvzip": by_head(KVZIP),
+    "kvzip with fit": by_head(kvjax.KVzip(0.3, room=64, fit=True)),
+    "kvzip in 8 bits": by_head(kvjax.chain(KVZIP, kvjax.Quantize(8))),
+    "kvzip in 4 bits": by_head(kvjax.chain(KVZIP, kvjax.Quantize(4, group=8))),
+    "everything": by_head(kvjax.KVzip(1.0, room=64)),
+    "snapkv": by_head(SNAPKV),
+    "snapkv again": by_head(kvjax.Every(SNAPKV, steps=4)),
+    "snapkv when full": by_head(kvjax.WhenFull(SNAPKV, room=8)),
+    "quest": kvjax.chain(by_head(SNAPKV), kvjax.Quest(12, page=4)),
+    "clusters": kvjax.chain(by_head(KVZIP), CLUSTERS),
+    "kvcrush": by_head(kvjax.KVCrush(SNAPKV)),
+}
+KINDS = {"kvzip in 8 bits": "8 bits", "kvzip in 4 bits": "4 bits", "kvzip with fit": "fitted"}
+# Of each row: a further prompt, or none.
+TURNS = [[[7, 3, 9, 1, 4], None, [11, 2]], [[5, 9, 2], [8], [1, 6, 3, 3]], [None, [4, 4], None]]
+
+
+def programs() -> tuple[int, int, int]:
+    return (
+        prompt_pass._read_layer._cache_size(), observe._join._cache_size(),
+        observe._cut._cache_size(),
+    )  # fmt: skip
+
+
+def alone(monkeypatch) -> None:
+    """From now on each group reads by itself."""
+    monkeypatch.setattr(prompt_pass, "slots_together", lambda layers, *args: [None] * len(layers))
+
+
+def conversation(transform, turns=TURNS, repetition=None) -> list:
+    """The contexts and results after each turn."""
+    context = kvjax.read(model(), RAGGED, transform=transform, max_prompt=96, max_new=20)
+    results = []
+    for turn in turns:
+        result = kvjax.generate(
+            model(), turn, context=context, max_new_tokens=6, end_tokens=(), repetition=repetition
+        )
+        context = result.context
+        results.append(result)
+    return results
+
+
+def same(one, other, kind: str) -> None:
+    """The same tokens, and the same slots of every head, wherever they stand."""
+    assert one.tokens == other.tokens
+    assert (one.dropped, other.dropped) == (0, 0)
+    one, other = one.context, other.context
+    close(one.logits, other.logits, kind)
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for layer, *caches in zip(one.layers, one.caches, other.caches, strict=True):
+        for first, second in zip(*(parts(layer, cache) for cache in caches), strict=True):
+            for row, place in np.ndindex(first.cache.kv.shape[:2]):
+                slots, expected = (slots_of(part.cache, row, place) for part in (first, second))
+                for name in expected:
+                    where = f"row {row}, head {first.heads[place]}: {name}"
+                    close(slots[name], expected[name], kind, where)
+            states = (jax.tree.leaves(part.cache.state) for part in (first, second))
+            for state, expected in zip(*states, strict=True):
+                close(state, expected, kind)
+            np.testing.assert_array_equal(first.cache.kv.length, second.cache.kv.length)
+
+
+@pytest.mark.parametrize("name", some_slow(METHODS, "kvzip", "kvzip in 8 bits", "snapkv again"))
+def test_turns_are_those_of_groups_alone(name, monkeypatch):
+    """Ragged rows, of which some take no part; several turns, with answers between them."""
+    transform = METHODS[name]
+    together, after = conversation(transform), programs()
+    assert after[1] and after[2]
+    alone(monkeypatch)
+    for one, other in zip(together, conversation(transform), strict=True):
+        same(one, other, KINDS.get(name, "accumulated"))
+    assert programs()[1:] == after[1:]
+
+
+@pytest.mark.parametrize("name", some_slow(["kvzip", "kvzip with fit"], "kvzip"))
+def test_further_documents_are_those_of_groups_alone(name, monkeypatch):
+    """They are repeated; with a fit each group reads them by itself."""
+    turns = [[[7, 3, 9, 1, 4] * 3, [6, 2] * 9, None], [[5, 9, 2], None, [8]]]
+    repetition, calls = kvjax.Repetition(first=(1, 2), further=(3,), piece=8), []
+    join_heads = prompt_pass.join_heads
+    monkeypatch.setattr(
+        prompt_pass, "join_heads", lambda *args: calls.append(args) or join_heads(*args)
+    )
+    together = conversation(METHODS[name], turns, repetition)
+    assert len(calls) == (2 * LAYERS if name == "kvzip" else 0)
+    alone(monkeypatch)
+    for one, other in zip(together, conversation(METHODS[name], turns, repetition), strict=True):
+        same(one, other, KINDS.get(name, "accumulated"))
+
+
+def test_rows_that_are_read_in_groups(monkeypatch):
+    monkeypatch.setattr(groups, "_TOKENS_PER_SHAPE", 0)
+    turns, read_in = [[[4, 9] * 12, [3, 1], [8, 8, 2]], [None, [5], [7] * 20]], []
+    grouped = kvjax.generation.turns.grouped
+    monkeypatch.setattr(
+        kvjax.generation.turns, "grouped",
+        lambda *args: read_in.append(grouped(*args)) or read_in[-1],
+    )  # fmt: skip
+    monkeypatch.setattr(kvjax.generation.turns, "bucket", lambda size, *args: 32 if size > 8 else 8)
+    together = conversation(METHODS["kvzip in 8 bits"], turns)
+    assert [len(several) for several in read_in] == [1, 2, 2]
+    alone(monkeypatch)
+    for one, other in zip(together, conversation(METHODS["kvzip in 8 bits"], turns), strict=True):
+        same(one, other, "8 bits")
+
+
+def test_what_is_stored_stays_bit_for_bit():
+    """In rows with a question and in rows without, whatever reads with them."""
+    context = kvjax.read(model(), RAGGED, transform=METHODS["kvzip in 8 bits"], **SIZES)
+    turn = [[7, 3, 9], None, [11, 2]]
+    after = kvjax.generate(model(), turn, context=context, max_new_tokens=1).context
+    kept = 0
+    for layer, *caches in zip(context.layers, context.caches, after.caches, strict=True):
+        for old, new in zip(*(parts(layer, cache) for cache in caches), strict=True):
+            for row, place in np.ndindex(old.cache.kv.shape[:2]):
+                a, b = (slots_of(part.cache, row, place) for part in (old, new))
+                places = {position: n for n, position in enumerate(b["position"].tolist())}
+                for n, position in enumerate(a["position"].tolist()):
+                    for name in ("k", "v", "log_mass"):
+                        np.testing.assert_array_equal(a[name][n], b[name][places[position]])
+                    kept += 1
+            for x, y in zip(*(jax.tree.leaves(p.cache.kv) for p in (old, new)), strict=True):
+                np.testing.assert_array_equal(np.asarray(x)[1], np.asarray(y)[1])
+    assert kept > 100
+
+
+def test_two_programs_of_a_block_at_most_and_none_for_the_next_question():
+    transform, before, compiled = METHODS["snapkv"], programs(), []
+    context = kvjax.read(model(), RAGGED, transform=transform, **SIZES)
+    layouts = len(set(context.layers))
+    assert layouts > 2
+    first = programs()
+    assert first[0] == before[0] + 1
+    question = [[7, 3, 9], None, [11, 2]]
+    kvjax.generate(model(), question, context=context, on_compile=compiled.append, max_new_tokens=2)
+    after = programs()
+    assert after[0] - first[0] <= 2
+    assert {name.rsplit(" layer ")[0] for name in compiled} >= {
+        "the heads of", "the prompt pass of", "the head groups of",
+    }  # fmt: skip
+    kvjax.generate(model(), [[5], [6, 1], None], context=context, max_new_tokens=2)
+    assert programs() == after
+
+
+def test_a_question_without_room_is_refused():
+    context = kvjax.read(
+        model(), RAGGED, transform=by_head(kvjax.KVzip(0.3, room=0)), max_prompt=96, max_new=20
+    )
+    with pytest.raises(ValueError, match="give KVzip more room"):
+        kvjax.generate(model(), [[5], [6, 1], None], context=context, max_new_tokens=2)
+
+
+def test_slots_are_those_of_the_largest_rectangle_or_a_quarter():
+    layers = kvjax.bind(METHODS["snapkv"], LAYERS)
+    sizes = {"batch": 1, "kv_heads": 2, "head_dim": 8, "max_prompt": 4000, "max_new": 0}
+    caches = [kvjax.init_cache(tx, layer=n, **sizes) for n, tx in enumerate(layers)]
+    largest = [max(part.kv.slots for part in cache) for cache in caches]
+    most = max(largest)
+    room = 4000 - min(part.kv.slots for cache in caches for part in cache)
+    slots_of_layers = [most // 4 if slots <= most // 4 else most for slots in largest]
+    expected = [(slots, slots + room) for slots in slots_of_layers]
+    assert slots_together(layers, caches, repeated=False) == expected
+    assert len(set(expected)) == 2
+    groups_of_others = kvjax.HeadGroups((((0,), kvjax.Full()), ((1,), kvjax.H2O(20))))
+    cache = kvjax.init_cache(groups_of_others, **sizes)
+    full = kvjax.init_cache(kvjax.Full(), **sizes)
+    assert slots_together([groups_of_others, kvjax.Full()], [cache, full], False) == [None, None]
