@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from kvjax.attention.call import query_heads
 from kvjax.attention.init_cache import init_cache
-from kvjax.attention.layer import LayerCache, QueryWindow, Reading
+from kvjax.attention.layer import LayerCache, QueryWindow, Reading, layer_caches
 from kvjax.attention.prompt import stored
 from kvjax.budgets.layers import layers_of
 from kvjax.cache.payload import Dense
@@ -50,12 +50,12 @@ def joined(
     """
     first, kvs, whole = cache[0], [part.kv for part in cache], transform.whole
     (batch, _, _), group, heads = first.kv.shape, first.kv.group, transform.kv_heads
-    made = init_cache(
+    (made,) = layer_caches(init_cache(
         whole, batch=batch, kv_heads=heads, query_heads=heads * group,
         head_dim=first.kv.k.shape[3], max_prompt=first.kv.max_prompt, max_new=first.kv.max_new,
         dtype=first.kv.k.dtype, layer=(layers_of(whole) or (0,))[0], max_length=first.max_length,
         **first.options.static,
-    )  # fmt: skip
+    ))  # fmt: skip
 
     def join(arrays: list[Array], fill: float) -> Array:
         """Joins arrays `[B, H, S, ...]` of the rectangles, with so many slots."""

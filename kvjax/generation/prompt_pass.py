@@ -156,7 +156,8 @@ def _read_by_layer(
         if slots is not None:
             program = f"the head groups of {of_layer}"
             settings = program, layers[layer], attention[layer]
-            cache = jax.block_until_ready(cut_heads(*settings, groups_cache, *cache, compiler))
+            (all_heads,) = layer_caches(cache)
+            cache = jax.block_until_ready(cut_heads(*settings, groups_cache, all_heads, compiler))
         new_caches.append(cache if sizes[0] is None else _together(groups, group_caches, compiler))
         if on_layer is not None:
             on_layer(layer)
