@@ -318,11 +318,13 @@ class KVTransform:
       stage: where it stands in a chain.
       paper: name and arXiv number, for listings.
       unscored: parameters that change no score, so that a profile of heads (`ByHead`) serves all.
+      couples_heads: whether a head's decision depends on other heads of the layer.
     """
 
     stage: ClassVar[Stage] = Stage.EVICT
     paper: ClassVar[str] = ""
     unscored: ClassVar[tuple[str, ...]] = ()
+    couples_heads: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs):
         """Refuses fields that would replace a member of a base class without a word.

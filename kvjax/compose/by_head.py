@@ -165,6 +165,8 @@ def _by_layer(transform: ByHead) -> tuple[KVTransform, ...]:
     )
     for_all = map_methods(_WithShares(all_shares, tuple(range(len(each)))), transform.base)
     whole = chain(*(part for part in parts_of(for_all) if part.stage == Stage.EVICT))
+    if any(part.couples_heads for part in walk(whole)):  # each rectangle decides for its heads
+        whole = None
     transforms: dict[int, KVTransform] = {}
     for layout in layouts(each, _TOKENS):
         groups = []

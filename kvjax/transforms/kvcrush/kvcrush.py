@@ -134,6 +134,7 @@ class KVCrush(Wrapper):
     kmeans: bool = False
     seed: int = 0
 
+    couples_heads: ClassVar[bool] = True
     paper: ClassVar[str] = "KVCrush, arXiv 2503.00022"
     draws = property(lambda self: not self.kmeans and "random" in (self.anchor, self.pick))
     unit = property(lambda self: unit_size(self.granularity))  # tokens per unit
