@@ -137,7 +137,7 @@ class Kvpress:
         self, methods: list[str], document: list[int], question: list[int], new: int,
         instruction: dict[str, Any],
     ) -> list[dict[str, object]]:  # fmt: skip
-        """What `ask` returns but the seconds of the document, which is read for all methods."""
+        """Returns what `ask` does, without the seconds of the document, which all methods share."""
         cache, evicted, _ = self._read_once(methods, document, instruction)
         answers = []
         for each in evicted:
@@ -271,7 +271,7 @@ class Kvjax:
         self, methods: list[str], document: list[int], question: list[int], new: int,
         instruction: dict[str, Any],
     ) -> list[dict[str, object]]:  # fmt: skip
-        """What `ask` returns but the seconds of the document, which is read for all methods."""
+        """Returns what `ask` does, without the seconds of the document, which all methods share."""
         transforms, once = self._read_once(
             methods, document, instruction, len(document) + len(question), new
         )

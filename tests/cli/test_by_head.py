@@ -129,7 +129,7 @@ def test_other_weights_are_refused(capsys, read, heads, model):
 
 
 def test_a_chat_has_a_document_in_its_first_turn(capsys, monkeypatch, heads, tinystories):
-    """Its share is that of the first turn, which is repeated; further turns stay beside it."""
+    """The share is one of the first turn, which is repeated; further turns stay beside it."""
     lines = f"{TEXT.strip()}\n/bytes\nWhat did she say?\n/quit\n"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
     method = f"by_head(kvzip, profile={str(heads)!r})"

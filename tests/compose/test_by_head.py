@@ -180,7 +180,7 @@ KVZIP = KVzip(0.25, room=32)
 
 
 def test_kvzip_keeps_the_best_of_each_head():
-    """As many of the highest scores as the head's share of the row says, and the sinks."""
+    """A head keeps as many of the highest scores as its share of the row says, and the sinks."""
     context, each = read(ByHead(KVZIP, SMALL)), shares(SMALL.table, 0.25)
     whole = kept_of_larger_budgets(RAGGED)
     for (n, layer), (b, prompt) in itertools.product(
@@ -192,7 +192,7 @@ def test_kvzip_keeps_the_best_of_each_head():
 
 
 def kept_of_larger_budgets(prompts) -> dict[int, list]:
-    """What KVzip keeps with equal heads, by each number of slots that a head has."""
+    """Returns what KVzip with equal heads keeps, by the number of slots of a head."""
     each = shares(SMALL.table, 0.25).ravel()
     counts = {min(len(p), max(int(share * len(p)), 5)) for p in prompts for share in each}
     return {
@@ -273,7 +273,7 @@ def test_rows_of_a_context_are_repeated_and_taken():
 
 
 def test_a_context_is_saved_and_loaded(tmp_path):
-    """With its profile; the question is answered as before."""
+    """A saved context has its profile, and answers the question as before."""
     tx, question = ByHead(chain(KVZIP, Quantize(8)), SMALL), [[5, 6, 7], [8], [9, 10]]
     context = read(tx)
     kvjax.save_context(tmp_path / "own", context, model=model())
@@ -317,7 +317,7 @@ def test_a_serialized_step_has_the_heads_of_its_layer():
 
 
 def test_recording_is_in_the_order_of_heads():
-    """What each head looked at, where groups have another order than heads."""
+    """A record has heads in their own order, though groups have another one."""
     from kvjax.evaluation.fidelity.recording import looked_at, record, recorded, unrecord
 
     tx = kvjax.bind(ByHead(SNAPKV, PROFILE), LAYERS)[1]

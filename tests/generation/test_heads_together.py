@@ -49,7 +49,7 @@ def programs() -> tuple[int, int, int]:
 
 
 def alone(monkeypatch) -> None:
-    """From now on each group reads by itself."""
+    """Makes each group read by itself from now on."""
     monkeypatch.setattr(prompt_pass, "slots_together", lambda layers, *args: [None] * len(layers))
 
 
@@ -67,7 +67,7 @@ def conversation(transform, turns=TURNS, repetition=None) -> list:
 
 
 def same(one, other, kind: str) -> None:
-    """The same tokens, and the same slots of every head, wherever they stand."""
+    """Checks that tokens are equal, and the slots of every head, wherever they stand."""
     assert one.tokens == other.tokens
     assert (one.dropped, other.dropped) == (0, 0)
     one, other = one.context, other.context

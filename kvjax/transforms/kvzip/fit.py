@@ -25,7 +25,7 @@ UNSEEN = 1e-30  # a slot's squared ratios: with less, float32 has no digits left
 
 
 class Fitted(NamedTuple):
-    """What a layer's kept slots hold after the fit."""
+    """Masses and values of a layer's kept slots after the fit."""
 
     log_mass: Float[Array, "B H S"]
     v: Float[Array, "B H S D"]
