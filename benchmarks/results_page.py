@@ -262,7 +262,7 @@ def kvzip_positions(rows: Sequence[dict[str, Any]]) -> str:
     found = [row for row in rows if row["part"] == "positions"]
     shares = list(dict.fromkeys(row["share"] for row in found))
     pairs = {
-        "of_head": "the best of each head by kvpress's scores, and `kvzip(values=False)`",
+        "of_head": "the best of each head by kvpress's scores, and `kvzip(values=False, kernel=1)`",
         "of_layer": "`KVzipPress, layerwise`, and the best of each layer by kvjax's scores",
         "of_model": "`KVzipPress`, and the best of all heads by kvjax's scores",
     }

@@ -28,7 +28,8 @@ Where the sides differ:
   the budget by a profile of the model, so that shapes are known when a document comes.
 - KVzipPress evicts nothing: the cache keeps all its rows, and in every step the keys of those that
   are left out are overwritten by one that no query of that step attends to.
-- kvjax's default multiplies scores by the size of values (`values=True`).
+- kvjax's default multiplies scores by the size of values (`values=True`) and averages them over
+  neighbouring tokens (`kernel=3`).
 - The probabilities of a piece's queries are over the whole document and the piece in kvjax, in
   KVzipPress over the first four tokens, the document's part that is repeated, and the piece.
 - KVzipPress ends its instruction by the end of a chat message. What begins a chat, such as a system
@@ -60,17 +61,21 @@ DOCUMENTS = 2  # of which scores and positions are compared
 PIECE, SHORT_PIECE = 2048, 256
 SINKS, NEW_TOKENS = 4, 16
 PARTS = ("positions", "answers", "times")
-PROFILES = {"heads.safetensors": "kvzip", "heads_without_values.safetensors": "kvzip(values=False)"}
+PROFILES = {
+    "heads.safetensors": "kvzip",
+    "heads_without_values.safetensors": "kvzip(values=False, kernel=1)",
+}
 FULL = {"kvpress": "None", "kvjax": "Full()"}
 
 # {ratio} is the share that goes, {share} what stays.
 METHODS = {
     "kvpress": {"KVzipPress": "KVzipPress({ratio})"},
     "kvjax": {
-        "kvzip(values=False)": "KVzip({share}, values=False, room=64)",
+        "kvzip(values=False, kernel=1)": "KVzip({share}, values=False, kernel=1, room=64)",
         "kvzip": "KVzip({share}, room=64)",
-        "by_head(kvzip(values=False))": (
-            "ByHead(KVzip({share}, values=False, room=64), 'heads_without_values.safetensors')"
+        "by_head(kvzip(values=False, kernel=1))": (
+            "ByHead(KVzip({share}, values=False, kernel=1, room=64), "
+            "'heads_without_values.safetensors')"
         ),
         "by_head(kvzip)": "ByHead(KVzip({share}, room=64), 'heads.safetensors')",
     },
@@ -78,7 +83,8 @@ METHODS = {
 COMPARED = {  # of which positions are compared
     "kvpress": ("KVzipPress({ratio})", "KVzipPress({ratio}, layerwise=True)"),
     "kvjax": tuple(
-        METHODS["kvjax"][name] for name in ("kvzip(values=False)", "by_head(kvzip(values=False))")
+        METHODS["kvjax"][name]
+        for name in ("kvzip(values=False, kernel=1)", "by_head(kvzip(values=False, kernel=1))")
     ),
 }
 TIMED = (("full", None), ("kvzip", 0.2), ("by_head(kvzip)", 0.2), ("by_head(kvzip)", 0.05))

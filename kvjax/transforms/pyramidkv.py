@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Int
@@ -14,6 +14,7 @@ from kvjax.budgets.layers import LayerBudget, layers_alike
 from kvjax.checks import MOST_COUNT
 from kvjax.messages import brief
 from kvjax.protocol import GroupReduce, KVTransform
+from kvjax.transforms.pooling import Pooling
 from kvjax.transforms.snapkv import SnapKV
 
 
@@ -62,7 +63,7 @@ class PyramidKV(KVTransform):
     budget: Budget
     window: int = 8
     kernel: int = 7
-    pooling: Literal["max", "avg"] = "max"
+    pooling: Pooling = "max"
     group_reduce: GroupReduce = "mean"
     beta: float = 20.0
 

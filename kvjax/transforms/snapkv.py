@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, get_args
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.budgets.budgets import Budget, check_budget
 from kvjax.budgets.layers import Table
-from kvjax.cache.payload import take_slots, write_slots
 from kvjax.cache.selection import newest
-from kvjax.cache.slots import KVCache, sorted_slots
+from kvjax.cache.slots import KVCache
 from kvjax.checks import check_choice, check_count
 from kvjax.decisions import Keep
 from kvjax.protocol import GroupReduce, Needs, Step
 from kvjax.transforms.held_budget import PromptBudget
+from kvjax.transforms.pooling import Pooling, check_kernel, pool
 from pallas_kernels import column_sums, prompt_attention
 from pallas_kernels.attention.call import beside_sinks
 
 MOST_WINDOW = 2**16
 """Largest observation window: each of its queries attends over the whole prompt."""
-
-_MOST_KERNEL = 4095  # pooling costs one operation per position and place of the kernel
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ class SnapKV(PromptBudget):
     budget: Budget
     window: int = 16
     kernel: int = 7
-    pooling: Literal["max", "avg"] = "max"
+    pooling: Pooling = "max"
     group_reduce: GroupReduce = "mean"
 
     paper: ClassVar[str] = "SnapKV, arXiv 2404.14469"
@@ -78,10 +75,8 @@ class SnapKV(PromptBudget):
 
     def __post_init__(self):
         check_count("window", self.window, 1, MOST_WINDOW)
-        check_count("kernel", self.kernel, 1, _MOST_KERNEL)
-        if self.kernel % 2 == 0:
-            raise ValueError(f"kernel must be odd, got {self.kernel}")
-        check_choice("pooling", self.pooling, ("max", "avg"))
+        check_kernel(self.kernel)
+        check_choice("pooling", self.pooling, get_args(Pooling))
         check_choice("group_reduce", self.group_reduce, get_args(GroupReduce))
         check_budget(self.budget, self.minimum, "window + 1")
 
@@ -89,23 +84,10 @@ class SnapKV(PromptBudget):
         """Keeps the newest tokens and the prefix tokens that they attend to most."""
         budget = self.rows_budget(cache, state)
         observed = window_attention(cache, step, self.window) / self.window
-        score, window = self._pool(observed, cache), jnp.full(cache.shape[:1], self.window)
-        return Keep(budget, by_query_head(score), newest=window, reduce=self.group_reduce), state
-
-    def _pool(self, score: Float[Array, "B H G S"], cache: KVCache) -> Float[Array, "B H G S"]:
-        """Pools scores over neighbours in position order, with zeros beyond both ends."""
         prefix = cache.live & ~newest(cache, self.window)
-        order = sorted_slots(prefix, cache.position)
-        ordered = jnp.moveaxis(jnp.where(prefix[:, :, None], score, 0.0), 2, 3)
-        ordered = take_slots(ordered, order)
-        size, half = ordered.shape[2], self.kernel // 2
-        padded = jnp.pad(ordered, ((0, 0), (0, 0), (half, half), (0, 0)))
-        neighbours = [padded[:, :, i : i + size] for i in range(self.kernel)]
-        pooled = functools.reduce(jnp.maximum if self.pooling == "max" else jnp.add, neighbours)
-        if self.pooling == "avg":
-            pooled = pooled / self.kernel
-        pooled = jnp.moveaxis(write_slots(pooled, order, pooled), 3, 2)
-        return jnp.where(prefix[:, :, None], pooled, 0.0)
+        score = pool(observed, cache, prefix, self.kernel, self.pooling)
+        window = jnp.full(cache.shape[:1], self.window)
+        return Keep(budget, by_query_head(score), newest=window, reduce=self.group_reduce), state
 
 
 def by_query_head(score: Float[Array, "B H G S"]) -> Float[Array, "B Q S"]:

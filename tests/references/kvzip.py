@@ -14,7 +14,9 @@ class KVzip:
 
         score[s] = max over pieces, query heads g and queries t of p[g, t, s]
 
-    times ||v_s|| / median over the new document's tokens of ||v||, with `values`.  Sinks and the
+    times ||v_s|| / median over the new document's tokens of ||v||, with `values`.  A token then
+    has the mean score of itself and its (kernel - 1) / 2 neighbours on each side in the document,
+    where there are zeros before its first and behind its last token.  Sinks and the
     newest `window` tokens come first.  What is kept of a document stays when another one comes.
     Of a share, a document gets what its tokens add to the slots of all tokens so far.  Of a number,
     it gets what earlier documents have left.
@@ -24,6 +26,7 @@ class KVzip:
         self,
         budget,
         values=True,
+        kernel=3,
         sinks=4,
         window=0,
         room=256,
@@ -31,7 +34,7 @@ class KVzip:
         max_prompt=128,
         attention=None,
     ) -> None:
-        self.budget, self.values, self.room = budget, values, room
+        self.budget, self.values, self.kernel, self.room = budget, values, kernel, room
         self.sinks, self.window, self.max_prompt = sinks, window, max_prompt
         self.options = attention or {}
         self.slots = Slots(**self.options)
@@ -62,6 +65,7 @@ class KVzip:
         if self.values:
             size = np.linalg.norm(slots.values, axis=1)
             score = score * size / np.median(size[new])
+        score = self.pooled(score, new)
         first = slots.positions < self.sinks
         first |= slots.positions >= length - self.window
         score = np.where(new, np.where(first, np.inf, score), -np.inf)
@@ -71,6 +75,16 @@ class KVzip:
         self.documents |= {int(slots.positions[i]) for i in best(score, count)}
         slots.keep(sorted(chosen | old))
         return outs
+
+    def pooled(self, score, new) -> np.ndarray:
+        """Scores that count for neighbours in the new document, too."""
+        slot_at = {int(position): slot for slot, position in enumerate(self.slots.positions)}
+        pooled = np.zeros_like(score)
+        for i in np.flatnonzero(new):
+            at, reach = int(self.slots.positions[i]), self.kernel // 2
+            near = [slot_at.get(at + step, -1) for step in range(-reach, reach + 1)]
+            pooled[i] = sum(score[j] for j in near if j >= 0 and new[j]) / self.kernel
+        return pooled
 
     def end_question(self) -> None:
         """Keeps documents, and the newest of all other tokens."""

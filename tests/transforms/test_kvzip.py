@@ -140,7 +140,8 @@ class Documents:
 
 CASES = {
     "default": {"room": 16},
-    "the paper's score": {"values": False, "room": 16},
+    "the paper's score": {"values": False, "kernel": 1, "room": 16},
+    "wide kernel": {"kernel": 7, "room": 16},
     "window": {"window": 6, "sinks": 0, "room": 10, "heads": (2, 3)},
     "many sinks, one head": {"sinks": 9, "room": 12, "heads": (1, 4)},
     "all query heads": {"room": 12, "heads": (3, 1)},
@@ -192,19 +193,30 @@ def test_a_share_grows_with_the_documents():
 
 @pytest.mark.parametrize("values", [False, True])
 def test_a_token_with_a_large_value_is_kept_for_it(values):
-    """All keys are the same, so that probabilities are: values alone decide, if they count."""
-    both = Documents(budget=6, sinks=0, values=values, room=8)
+    """Probabilities are equal: values alone decide, if they count."""
+    both = with_large_values(7, 11, 13, 14, 18, 21, budget=6, values=values, kernel=1)
+    assert both.kept(0, 0) == ([7, 11, 13, 14, 18, 21] if values else [*range(6)])
+
+
+@pytest.mark.parametrize(("kernel", "kept"), [(1, [0, 1, 11]), (3, [10, 11, 12])])
+def test_a_token_is_kept_for_its_neighbour(kernel, kept):
+    """Where scores are equal, the oldest tokens stay."""
+    assert with_large_values(11, budget=3, kernel=kernel).kept(0, 0) == kept
+
+
+def with_large_values(*positions, **arguments) -> Documents:
+    """Documents that have been read. All keys are the same, so that probabilities are."""
+    both = Documents(sinks=0, room=8, **arguments)
     tokens = both.tokens
 
     def alike(*args):
         (q, k, v), where = tokens(*args)
         k[:] = 0
-        large = np.isin(where, (7, 11, 13, 14, 18, 21))[:, None, :, None]
+        large = np.isin(where, positions)[:, None, :, None]
         return [q, k, np.where(large, 3 * np.sign(v), np.sign(v))], where
 
     both.tokens = alike
-    both.document((30, 30, 30), pieces=1)
-    assert both.kept(0, 0) == ([7, 11, 13, 14, 18, 21] if values else [*range(6)])
+    return both.document((30, 30, 30), pieces=1)
 
 
 def test_a_prompt_without_repetition_has_to_fit_into_the_room():
@@ -219,6 +231,7 @@ def test_a_prompt_without_repetition_has_to_fit_into_the_room():
         ({"budget": 4}, r"budget must be at least 5 \(sinks \+ window \+ 1\), got 4"),
         ({"budget": 12, "window": 8}, "at least 13"),
         ({"budget": 1.5}, "must lie in"),
+        ({"budget": 20, "kernel": 4}, "kernel must be odd, got 4"),
         ({"budget": 20, "room": -1}, "room must be"),
         ({"budget": 20, "sinks": -1}, "sinks must be"),
     ],

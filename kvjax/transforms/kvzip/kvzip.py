@@ -19,6 +19,7 @@ from kvjax.decisions import Keep, Retain
 from kvjax.protocol import Extent, Needs, Step
 from kvjax.transforms.held_budget import PromptBudget
 from kvjax.transforms.kvzip.fit import fit
+from kvjax.transforms.pooling import check_kernel, pool
 from pallas_kernels import prompt_attention
 from pallas_kernels.base.logits import visible_slots
 
@@ -33,8 +34,9 @@ class KVzip(PromptBudget):
     score is the largest attention probability that it receives from any query of the repetition,
     over the query heads of its KV head, `max_{g,t} p[g, t, s]`. With `values`, it is multiplied by
     the size of the token's value relative to its head's, `‖v_s‖ / median_s ‖v_s‖`: sinks and full
-    stops draw attention and carry nothing. The best `budget` tokens of each head stay. So what is
-    kept serves any question that comes later.
+    stops draw attention and carry nothing. Then each token gets the mean score of itself and its
+    neighbours, `kernel` tokens in all: the digits of a number, say, stay or go together. The best
+    `budget` tokens of each head stay. So what is kept serves any question that comes later.
 
     Nothing of the repetition is stored. What `kvjax.read` reads, and the first prompt of
     `kvjax.generate`, is repeated. A further document of a context is compressed by itself: what was
@@ -46,7 +48,9 @@ class KVzip(PromptBudget):
       budget: slots kept of documents per KV head, sinks and window included. A float is a share of
         each row's tokens so far. An int is for all documents of a context together: those that
         come later get what earlier ones have left.
-      values: whether scores count the size of values. False is the paper's score.
+      values: whether scores count the size of values; False in the paper.
+      kernel: number of neighbouring tokens, odd, over which scores are averaged, with zeros beyond
+        both ends of a document; 3. It is 1 in the paper, where each token has its own score.
       sinks: tokens at positions 0 … sinks − 1 that always stay; 4.
       window: newest tokens of a document that always stay; 0, as in the paper.
       room: slots for questions and answers of earlier turns; 256.
@@ -57,7 +61,7 @@ class KVzip(PromptBudget):
 
     Raises:
       TypeError, ValueError: `budget` is no number, below `sinks + window + 1` or a share outside
-        (0, 1]; a count is negative.
+        (0, 1]; a count is negative; an even kernel.
 
     Example:
       >>> import kvjax
@@ -69,20 +73,21 @@ class KVzip(PromptBudget):
       2505.23416; Fast KV Compaction via Attention Matching, arXiv 2602.16284, for `fit`.
 
     Deviations from the paper:
-      Scores count the size of values (`values`), which keeps the needles of small models at much
-      smaller budgets. Every head keeps the same number of tokens; `kvjax.ByHead` shares a budget
-      among heads, as the paper does for each document anew. A repetition attends to the document
-      as it is in all layers, and to its own piece. Where a long document is repeated in pieces,
-      the probabilities of a query are over all that it attends to, and a token's score is the
-      largest from any piece; in the authors' code, each piece scores the part that it repeats, by
-      probabilities over the system prompt, that part and the piece. There the system prompt stays
-      whole; here it counts as a part of the document. With `fit`, these queries have not seen
-      either what earlier layers have lost, and each document is fitted by itself: masses and values
-      of what was kept before stay.
+      Scores count the size of values (`values`) and the neighbours of a token (`kernel`), which
+      keeps the needles of small models at much smaller budgets. Every head keeps the same number
+      of tokens; `kvjax.ByHead` shares a budget among heads, as the paper does for each document
+      anew. A repetition attends to the document as it is in all layers, and to its own piece.
+      Where a long document is repeated in pieces, the probabilities of a query are over all that
+      it attends to, and a token's score is the largest from any piece; in the authors' code, each
+      piece scores the part that it repeats, by probabilities over the system prompt, that part and
+      the piece. There the system prompt stays whole; here it counts as a part of the document.
+      With `fit`, these queries have not seen either what earlier layers have lost, and each
+      document is fitted by itself: masses and values of what was kept before stay.
     """
 
     budget: Budget
     values: bool = True
+    kernel: int = 3
     sinks: int = 4
     window: int = 0
     room: int = 256
@@ -95,6 +100,7 @@ class KVzip(PromptBudget):
     def __post_init__(self):
         for name in ("values", "fit"):
             check_flag(name, getattr(self, name))
+        check_kernel(self.kernel)
         for name in ("sinks", "window", "room"):
             check_count(name, getattr(self, name), 0)
         check_budget(self.budget, self.minimum, "sinks + window + 1")
@@ -129,13 +135,22 @@ class KVzip(PromptBudget):
         else:  # the share of all tokens so far, less that of earlier documents
             slots = slots - self._slots_before(step.length_before, cache, state)
         slots = jnp.minimum(slots, new.sum(-1))
-        score = repetition_score(cache, step, new, self.values)
+        score = self._score(cache, step, new)
         keep = Keep(
             slots + (before | others).sum(-1), jnp.where(new, score, -jnp.inf),
             always=before | others | (new & (cache.position < self.sinks)),
             newest=jnp.full(cache.shape[:1], self.window), columns={DOCUMENT: document | new},
         )  # fmt: skip
         return (self._fitted(keep, cache, step, new) if self.fit else keep), state
+
+    def _score(
+        self, cache: KVCache, step: Step, document: Bool[Array, "B H S"]
+    ) -> Float[Array, "B H S"]:
+        """Scores a document's tokens by what the repetition attends to, and by their values."""
+        score = step.repetition
+        if self.values:
+            score = score * _relative_size(cache.v.read(), document)
+        return pool(score[:, :, None], cache, document, self.kernel, "avg")[:, :, 0]
 
     def _fitted(
         self, keep: Keep, cache: KVCache, step: Step, document: Bool[Array, "B H S"]
@@ -193,21 +208,13 @@ class KVzip(PromptBudget):
         return Retain(keep)
 
 
-def repetition_score(
-    cache: KVCache, step: Step, tokens: Bool[Array, "B H S"], values: bool
+def _relative_size(
+    values: Float[Array, "B H S D"], document: Bool[Array, "B H S"]
 ) -> Float[Array, "B H S"]:
-    """Scores tokens by what the repetition attends to, with or without the size of values.
-
-    Args:
-      tokens: those that the median is over.
-      values: whether the size of values counts.
-    """
-    if not values:
-        return step.repetition
-    size = jnp.linalg.norm(cache.v.read().astype(jnp.float32), axis=-1)
-    ascending = jnp.sort(jnp.where(tokens, size, jnp.inf), axis=-1)
-    count = tokens.sum(-1, keepdims=True)
+    """Returns `‖v_s‖ / median_s ‖v_s‖`, over the tokens of a document in each head."""
+    size = jnp.linalg.norm(values.astype(jnp.float32), axis=-1)
+    ascending = jnp.sort(jnp.where(document, size, jnp.inf), axis=-1)
+    count = document.sum(-1, keepdims=True)
     middle = [jnp.take_along_axis(ascending, jnp.maximum(count - n, 0) // 2, -1) for n in (1, 0)]
     median = (middle[0] + middle[1]) / 2
-    relative = jnp.where(tokens & (median > 0), size / jnp.maximum(median, 1e-30), 0.0)
-    return step.repetition * relative
+    return jnp.where(document & (median > 0), size / jnp.maximum(median, 1e-30), 0.0)
