@@ -1,7 +1,8 @@
 """How small a cache may be that still answers: the commands behind the table of `by_head(kvzip)`.
 
     python benchmarks/small_caches.py --model FOLDER --text essays.txt \\
-        --sample wikitext2.valid.txt --held-out wikitext2.test.txt --length 2048 --out OUT
+        --sample wikitext2.valid.txt --held-out wikitext2.test.txt --length 2048 \\
+        --out benchmarks/results/small_smollm2
 
 All questions are asked when the text has been read. It runs `kvjax profile`, then `kvjax eval`
 several times, each into a folder of its own below `--out`, and writes the commands with the seconds
@@ -19,58 +20,69 @@ from pathlib import Path
 
 from smollm2 import NEEDLES, run_command
 
-KVZIP = "kvzip(room=64)"
+KVZIP = "kvzip(BUDGET, room=64)"
 PROFILES = {  # file → method, and which of the texts it is made from
     "heads.safetensors": ("kvzip", "sample"),
-    "heads_without_values.safetensors": ("kvzip(values=False)", "sample"),
     "heads_of_essays.safetensors": ("kvzip", "text"),
+    "heads_kernel_1.safetensors": ("kvzip(kernel=1)", "sample"),
+    "heads_without_values.safetensors": ("kvzip(values=False)", "sample"),
+    "heads_of_paper.safetensors": ("kvzip(values=False, kernel=1)", "sample"),
+    "heads_of_snapkv.safetensors": ("snapkv", "sample"),
 }
 
 
-def by_head(method: str, budget: float, file: str = "heads.safetensors") -> str:
-    """Text of a method by head, at one budget."""
-    return f"by_head({method.replace('BUDGET', f'budget={budget}')}, profile='{file}')"
+def at(method: str, *budgets: float) -> list[str]:
+    """Texts of a method at these budgets."""
+    return [method.replace("BUDGET", f"budget={budget}") for budget in budgets]
 
 
-KVZIP_AT = "kvzip(BUDGET, room=64)"
-FITTED_AT = "kvzip(BUDGET, room=64, fit=True)"
-EIGHT_BITS_AT = f"chain({KVZIP_AT}, quantize)"
-BUDGETS = (0.2, 0.1, 0.05, 0.03, 0.02)
+def by_head(method: str, *budgets: float, file: str = "heads.safetensors") -> list[str]:
+    """Texts of a method by head at these budgets."""
+    return [f"by_head({text}, profile='{file}')" for text in at(method, *budgets)]
+
+
+def with_arguments(arguments: str) -> str:
+    """Text of KVzip with more arguments."""
+    return KVZIP.replace(")", f", {arguments})")
 
 
 def parts(args: argparse.Namespace) -> dict[str, list[str]]:
     """Name of a part → arguments of `kvjax eval` but the model's and the folder's."""
     length = ["--lengths", str(args.length), "--question", "after"]
     essays = ["--text", args.text, *length, "--max-new", "16"]
+    fitted, eight_bits = with_arguments("fit=True"), f"chain({KVZIP}, quantize)"
     methods = [
-        *(by_head(KVZIP_AT, budget) for budget in BUDGETS),
-        *(by_head(FITTED_AT, budget) for budget in (0.05, 0.03, 0.02)),
-        *(by_head(EIGHT_BITS_AT, budget) for budget in (0.1, 0.05)),
-        *(f"{KVZIP[:-1]}, budget={budget})" for budget in (0.2, 0.05)),
-        *(f"{name}(budget={budget})" for name in ("snapkv", "h2o") for budget in (0.2, 0.05)),
-        "clusterkv(budget=0.05)",
+        *by_head(KVZIP, 0.2, 0.1, 0.05, 0.02), *by_head(eight_bits, 0.05), *at(KVZIP, 0.2, 0.05),
+        *(f"{name}(budget=0.05)" for name in ("snapkv", "h2o", "clusterkv")),
     ]  # fmt: skip
-    without_values = KVZIP_AT.replace(")", ", values=False)")
-    parts_of_it = [
-        by_head(KVZIP_AT, 0.05, "heads_of_essays.safetensors"),
-        *(
-            by_head(without_values, budget, "heads_without_values.safetensors")
-            for budget in (0.1, 0.05)
-        ),
-        *(by_head(KVZIP_AT.replace(")", ", window=32)"), budget) for budget in (0.05,)),
-        by_head("snapkv(BUDGET)", 0.1),
-    ]  # fmt: skip
-
-    def run(tasks: tuple[str, ...], texts: list[str], cases: int, *rest: str) -> list[str]:
-        return [*tasks, "--method", ",".join(texts), "--cases", str(cases), *rest]
-
-    held_out = ["--text", args.held_out, *length]
-    return {
-        "needles": run(NEEDLES, methods, args.cases, *essays),
-        "loss": run(("perplexity",), methods, min(args.cases, 20), *held_out),
-        "parts_of_it": run(NEEDLES[:1], parts_of_it, min(args.cases, 20), *essays),
-        "chat": run(NEEDLES[:1], methods[1:3], min(args.cases, 20), *essays, "--chat"),
+    without = {
+        "heads_kernel_1.safetensors": with_arguments("kernel=1"),
+        "heads_without_values.safetensors": with_arguments("values=False"),
+        "heads_of_paper.safetensors": with_arguments("values=False, kernel=1"),
+        "heads_of_snapkv.safetensors": "snapkv(BUDGET)",
+        "heads_of_essays.safetensors": KVZIP,
     }
+    parts_of_it = [
+        *(text for file, method in without.items() for text in by_head(method, 0.05, file=file)),
+        *by_head(with_arguments("window=32"), 0.05),
+    ]  # fmt: skip
+
+    def run(task: str, texts: list[str], cases: int, *rest: str) -> list[str]:
+        return [task, "--method", ",".join(texts), "--cases", str(cases), *rest]
+
+    single, several = NEEDLES
+    fewer = min(args.cases, 20)
+    return {
+        "needles": run(single, methods, args.cases, *essays),
+        "fit": run(single, by_head(fitted, 0.1, 0.05, 0.02), fewer, *essays),
+        "loss": run(
+            "perplexity", [*methods, *by_head(fitted, 0.05)], fewer, "--text", args.held_out,
+            *length,
+        ),
+        "parts_of_it": run(single, parts_of_it, fewer, *essays),
+        "multikey": run(several, methods, args.cases, *essays),
+        "chat": run(single, by_head(KVZIP, 0.1, 0.05), fewer, *essays, "--chat"),
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -87,17 +99,21 @@ def main() -> None:
     args = parser.parse_args()
     for name in ("model", "text", "sample", "held_out"):
         setattr(args, name, os.path.abspath(getattr(args, name)))
-    out, every = Path(args.out), parts(args)
+    out, every = Path(args.out).absolute(), parts(args)
     out.mkdir(parents=True, exist_ok=True)
     os.chdir(out)  # names of methods have those of the files of profiles in them
+    every_word = " ".join(word for name in args.only or every for word in every.get(name, ()))
     for file, (method, text) in PROFILES.items():
-        if not Path(file).exists():
+        if file in every_word and not Path(file).exists():
             words = ["profile", "--method", method, "--text", getattr(args, text), "--out", file]
             run_command(Path("commands.json"), file, words, args.model)
     for name in args.only or every:
         if name not in every:
             parser.error(f"the parts are {', '.join(every)}, got {name}")
-        run_command(Path("commands.json"), name, ["eval", *every[name], "--out", name], args.model)
+        folder = f"{name}_{out.name}"  # each folder of results has a name of its own
+        run_command(
+            Path("commands.json"), name, ["eval", *every[name], "--out", folder], args.model
+        )
 
 
 if __name__ == "__main__":
