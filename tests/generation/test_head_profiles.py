@@ -18,7 +18,7 @@ from tests.generation.test_generate import CONFIG, RAGGED, model
 from tests.references import head_shares
 from tests.references.h2o import H2O
 from tests.references.repetition import repetition
-from tests.references.snapkv import SnapKV
+from tests.references.snapkv import SnapKV, pool
 
 SNAPKV = kvjax.SnapKV(0.5, window=8)
 VOCAB, LAYERS, HEADS, GROUP, DIM = 64, 2, 2, 2, 8
@@ -70,7 +70,7 @@ def kvzip_score(text, layer, head) -> np.ndarray:
     at = np.arange(len(text))
     _, score = repetition((k, v, at), [(q, k, v, at + len(text))])
     size = np.sqrt((v.astype(np.float64) ** 2).sum(-1))
-    return score * size / np.median(size)
+    return pool(score * size / np.median(size), 3, "avg")
 
 
 @pytest.mark.parametrize(
