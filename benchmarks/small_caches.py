@@ -65,6 +65,7 @@ def parts(args: argparse.Namespace) -> dict[str, list[str]]:
     parts_of_it = [
         *(text for file, method in without.items() for text in by_head(method, 0.05, file=file)),
         *by_head(with_arguments("window=32"), 0.05),
+        *(f"{text[:-1]}, safeguard=0.0)" for text in by_head(KVZIP, 0.1, 0.05)),
     ]  # fmt: skip
 
     def run(task: str, texts: list[str], cases: int, *rest: str) -> list[str]:
@@ -74,7 +75,7 @@ def parts(args: argparse.Namespace) -> dict[str, list[str]]:
     fewer = min(args.cases, 20)
     return {
         "needles": run(single, methods, args.cases, *essays),
-        "fit": run(single, by_head(fitted, 0.1, 0.05, 0.02), fewer, *essays),
+        "fit": run(single, by_head(fitted, 0.05, 0.02), fewer, *essays),
         "loss": run(
             "perplexity", [*methods, *by_head(fitted, 0.05)], fewer, "--text", args.held_out,
             *length,

@@ -40,6 +40,12 @@ def check_number(name: str, value: float, above: float, most: float = math.inf) 
         raise ValueError(f"{name} must {bounds}, got {brief(value)}")
 
 
+def check_part(name: str, value: float) -> None:
+    """Raises unless `value` is a number in [0, 1]."""
+    if value != 0:
+        check_number(name, value, above=0, most=1)
+
+
 def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
     """Raises unless `value` is one of the known names."""
     if value not in known:

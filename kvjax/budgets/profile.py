@@ -16,9 +16,13 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.budgets.layers import ROUNDING
+from kvjax.checks import check_part
 
 THRESHOLDS = 64  # steps of the ladder, of 12 % each at the default smallest share
 SMALLEST_SHARE = 1e-3  # smallest share of all tokens that a threshold stands for
+# Part of a budget that all heads get alike; it is 0.2 in Ada-KV, too (arXiv 2407.11550). With a
+# tenth of SmolLM2's cache, KVzip finds 17 of 20 needles with it, 13 without it, and 10 with 0.4.
+SAFEGUARD = 0.2
 
 Profile = Float[np.ndarray, "N H K"]
 """Share of the tokens of head h in layer n at step k of a ladder, from nothing (0) to all (1)."""
@@ -106,28 +110,35 @@ def profile(
     return np.mean(by_text, axis=0)
 
 
-def shares(table: Profile, budget: float) -> Float[np.ndarray, "N H"]:
+def shares(table: Profile, budget: float, safeguard: float = SAFEGUARD) -> Float[np.ndarray, "N H"]:
     """Returns the share of its tokens that each head keeps if all heads together keep a budget.
 
+    `share[n, h] = safeguard · budget + (1 − safeguard) · share of the profile`
+
     The budget lies between the mean shares of two thresholds (or between none and the first), and
-    so do each head's shares, by linear interpolation. Hence the mean of the shares is the budget;
-    no share falls when the budget grows, and all are 1 at a budget of 1.
+    so do each head's shares of the profile, by linear interpolation. Hence the mean of the shares
+    is the budget; no share falls when the budget grows, and all are 1 at a budget of 1.
 
     Args:
       table: a profile.
       budget: share of all tokens of all heads that is kept, in (0, 1].
+      safeguard: part of the budget that all heads get alike, from 0 to 1.
 
     Raises:
-      ValueError: a budget outside (0, 1]; a table that is no profile.
+      ValueError: a budget outside (0, 1], or a safeguard outside [0, 1]; a table that is no
+        profile.
 
     Example:
       >>> import numpy as np
       >>> from kvjax.budgets.profile import shares
       >>> table = np.array([[[0.5, 0.75, 1.0], [0.0, 0.5, 1.0]]])
-      >>> [shares(table, budget).tolist() for budget in (0.125, 0.25, 0.4375, 1.0)]
+      >>> [shares(table, budget, 0).tolist() for budget in (0.125, 0.25, 0.4375, 1.0)]
       [[[0.25, 0.0]], [[0.5, 0.0]], [[0.625, 0.25]], [[1.0, 1.0]]]
+      >>> shares(table, 0.25, safeguard=0.5).tolist()
+      [[0.375, 0.125]]
     """
     table = np.asarray(table, np.float64)
+    check_part("safeguard", safeguard)
     if not 0 < budget <= 1:
         raise ValueError(f"budget must lie in (0, 1], got {budget}")
     if table.ndim != 3 or not table.size:
@@ -138,7 +149,8 @@ def shares(table: Profile, budget: float) -> Float[np.ndarray, "N H"]:
     mean = table.mean((0, 1))
     last = int(np.searchsorted(mean, budget))  # the first step whose mean is at least the budget
     part = (budget - mean[last - 1]) / (mean[last] - mean[last - 1])
-    return (1 - part) * table[..., last - 1] + part * table[..., last]
+    of_profile = (1 - part) * table[..., last - 1] + part * table[..., last]
+    return safeguard * budget + (1 - safeguard) * of_profile
 
 
 def rectangles(

@@ -12,8 +12,9 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.budgets.heads import HeadShares
-from kvjax.budgets.profile import layouts, shares
+from kvjax.budgets.profile import SAFEGUARD, layouts, shares
 from kvjax.cache.slots import KVCache
+from kvjax.checks import check_part
 from kvjax.compose.chain import chain, parts_of
 from kvjax.compose.foreseen import foreseen
 from kvjax.compose.walks import MethodHeads, map_methods, walk
@@ -67,18 +68,21 @@ class HeadProfile:
 class ByHead(LayerChoice):
     """Shares the budget of a method among all heads of all layers, by a profile of the model.
 
-    A head keeps the share of its tokens that the profile gives it at this budget; the mean of all
-    heads is the budget. Each layer stores its heads in up to three rectangles of slots, so that
-    heads that need little really take little memory. Layers share a few layouts of rectangles.
+    All heads get a part of the budget alike, `safeguard`, and the rest as the profile shares it at
+    this budget; the mean of all heads is the budget. Each layer stores its heads in up to three
+    rectangles of slots, so that heads that need little really take little memory. Layers share a
+    few layouts of rectangles.
 
     Args:
       base: a method with a budget that is a share, or a chain with one such method.
       profile: of the model that the transform is for, from `kvjax.calibrate_heads` or
         `kvjax.load_profile`; or the path of its file. None, or a path: `kvjax.calibrated` finds it.
+      safeguard: part of the budget that all heads get alike, from 0 to 1; 0.2. Without it, heads
+        that the profile hardly counts would have no token but sinks, and answers suffer.
 
     Raises:
-      TypeError: no transform, or no profile.
-      ValueError: no method, or several, whose budget is a share.
+      TypeError: no transform, no profile, or a safeguard that is no number.
+      ValueError: no method, or several, whose budget is a share; a safeguard outside [0, 1].
 
     Example:
       >>> import kvjax, numpy as np
@@ -88,11 +92,16 @@ class ByHead(LayerChoice):
       ...     kvjax.init_cache(layer, batch=1, kv_heads=2, head_dim=4, max_prompt=2000, max_new=0,
       ...                      layer=i) for i, layer in enumerate(kvjax.bind(tx, 2))]
       >>> [[(part.heads.tolist(), part.kv.slots - 256) for part in cache] for cache in caches]
-      [[([0], 1600), ([1], 5)], [([1], 800), ([0], 400)]]
+      [[([0], 1420), ([1], 140)], [([1], 780), ([0], 460)]]
+
+    References:
+      Kim et al., KVzip, arXiv 2505.23416, shares a budget among heads for each document anew;
+      Feng et al., Ada-KV, arXiv 2407.11550, for the safeguard.
     """
 
     base: KVTransform
     profile: HeadProfile | str | None = None
+    safeguard: float = SAFEGUARD
 
     stage = property(lambda self: self.base.stage)
 
@@ -102,6 +111,7 @@ class ByHead(LayerChoice):
             raise TypeError(
                 f"profile must be a kvjax.HeadProfile or the path of one, got {brief(self.profile)}"
             )
+        check_part("safeguard", self.safeguard)
         _ = self.method  # raises where there is none
         whole = map_methods(_WithShares(((1.0,),), (0,)), self.base)
         try:
@@ -157,7 +167,8 @@ class ByHead(LayerChoice):
 @functools.lru_cache(maxsize=8)
 def _by_layer(transform: ByHead) -> tuple[KVTransform, ...]:
     """Returns the head groups of every layer."""
-    each = shares(transform.profile.table, transform.method.budget)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    budget = transform.method.budget  # pyright: ignore[reportAttributeAccessIssue]
+    each = shares(transform.profile.table, budget, transform.safeguard)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
     ranks = np.argsort(-each, axis=1, kind="stable")
     order = tuple(tuple(map(int, heads)) for heads in ranks)
     all_shares = tuple(

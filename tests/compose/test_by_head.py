@@ -46,17 +46,22 @@ def sizes(layer: int) -> dict:
 # --- shares ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("safeguard", [0, 0.2, 1])
 @pytest.mark.parametrize("budget", [0.02, 0.1, 0.31, 1.0])
-def test_shares_are_the_references(budget):
+def test_shares_are_the_references(budget, safeguard):
     rng = np.random.default_rng(2)
     scores = [rng.gamma(0.4, size=(2, 3, n)) * np.exp(rng.normal(size=(2, 3, 1))) for n in (40, 57)]
     thresholds = kvjax.budgets.profile.ladder(scores)
-    found = shares(kvjax.budgets.profile.profile(scores, thresholds), budget)
-    np.testing.assert_allclose(found, head_shares.shares(scores, budget), rtol=1e-9)
+    found = shares(kvjax.budgets.profile.profile(scores, thresholds), budget, safeguard)
+    expected = head_shares.shares(scores, budget, safeguard=safeguard)
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+    np.testing.assert_allclose(found.mean(), budget, rtol=1e-9)
 
 
-def test_every_head_of_every_layer_has_its_share():
-    tx, each = ByHead(SNAPKV, PROFILE), shares(PROFILE.table, 0.3)
+@pytest.mark.parametrize("safeguard", [0.0, 0.5])
+def test_every_head_of_every_layer_has_its_share(safeguard):
+    tx = ByHead(SNAPKV, PROFILE, safeguard)
+    each = shares(PROFILE.table, 0.3, safeguard)
     for number, layer in enumerate(kvjax.bind(tx, LAYERS)):
         cache = kvjax.init_cache(layer, batch=1, head_dim=8, max_prompt=64, max_new=4,
                                  **sizes(number))  # fmt: skip
@@ -340,6 +345,8 @@ BAD = {
     "no share": (lambda: ByHead(kvjax.Full(), SMALL), ValueError, "Full"),
     "while decoding": (lambda: ByHead(kvjax.H2O(0.2), SMALL), ValueError, "compresses prompts"),
     "no profile": (lambda: ByHead(KVZIP, 0.3), TypeError, "HeadProfile", "0.3"),
+    "safeguard": (lambda: ByHead(KVZIP, SMALL, 1.5), ValueError, "safeguard must lie in", "1.5"),
+    "safeguard's type": (lambda: ByHead(KVZIP, SMALL, "a"), TypeError, "safeguard", "'a'"),
     "not a transform": (lambda: ByHead("kvzip", SMALL), TypeError, "kvjax.parse"),
     "missing profile": (lambda: read(ByHead(KVZIP)), ValueError, "kvjax.calibrated"),
     "layers": (lambda: kvjax.bind(ByHead(KVZIP, SMALL), 3), ValueError, "2 layers", "of 3"),

@@ -221,7 +221,7 @@ def test_lines_have_a_point_for_each_step_and_layer(axes):
 
 def test_shares_have_a_point_for_each_head(axes):
     drawn = plot.head_shares(axes, {"a": PROFILE, "b": PROFILE}, 0.5)
-    expected = [TABLE[..., 0].ravel()] * 2
+    expected = [0.2 * 0.5 + 0.8 * TABLE[..., 0].ravel()] * 2
     np.testing.assert_allclose([line.get_ydata() for line in drawn], expected, rtol=1e-6)
     assert len({(line.get_markersize(), line.get_color()) for line in drawn}) == 2
     assert [text.get_text() for text in axes.get_xticklabels()] == ["0", "1"]

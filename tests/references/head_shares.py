@@ -8,15 +8,21 @@ import numpy as np
 
 
 def shares(
-    scores: list[np.ndarray], budget: float, steps: int = 64, smallest: float = 1e-3
+    scores: list[np.ndarray],
+    budget: float,
+    steps: int = 64,
+    smallest: float = 1e-3,
+    safeguard: float = 0.2,
 ) -> np.ndarray:
     """Share of its tokens that each head keeps, `[N, H]`, of scores `[N, H, S]` of each text.
+
+    It is `safeguard · budget + (1 - safeguard) · p[h]`, with p[h] as follows.
 
     The thresholds t[0] >= t[1] >= ... are the scores that have the ranks c[k] · (all scores), from
     the highest down, with c growing evenly in its logarithm from `smallest` to 1; the last one is
     -inf. At a threshold, head h keeps `a[h, k]`, the share of its scores above t[k], averaged over
     the texts. The budget lies between the means A[k - 1] and A[k] of all heads, of which A[-1] = 0
-    is that of no token at all. Head h keeps
+    is that of no token at all. Then p[h] is
 
         a[h, k - 1] + (budget - A[k - 1]) / (A[k] - A[k - 1]) · (a[h, k] - a[h, k - 1]).
     """
@@ -33,6 +39,9 @@ def shares(
                 above[n, h] += count / text.shape[2] / len(scores)
         mean = above.mean()
         if mean >= budget:
-            return below + (budget - mean_below) / (mean - mean_below) * (above - below)
+            shares_of_profile = below + (budget - mean_below) / (mean - mean_below) * (
+                above - below
+            )
+            return safeguard * budget + (1 - safeguard) * shares_of_profile
         below, mean_below = above, mean
     raise AssertionError("all scores are above -inf")
