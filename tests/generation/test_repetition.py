@@ -19,6 +19,7 @@ from kvjax.models import DecoderConfig, LayerConfig, RopeConfig, random_decoder
 from kvjax.protocol import Needs
 from tests.references.attention import softmax_attention
 from tests.references.slots import best
+from tests.references.snapkv import pool
 from tests.support.attending import slots_of
 from tests.support.marks import some_slow
 from tests.support.tolerances import close
@@ -89,7 +90,7 @@ def expected(name: str, prompt: list[int], windows: bool):
             k, v = k[head, :length], v[head, :length]
             if window is None or windows:
                 size = np.linalg.norm(v, axis=1)
-                score = score * size / np.median(size)
+                score = pool(score * size / np.median(size), 3, "avg")
                 score[:SINKS], score[length - NEWEST :] = np.inf, np.inf
                 kept = best(score, max(int(BUDGET * length), SINKS + NEWEST + 1))
             else:
