@@ -46,6 +46,11 @@ SITUATIONS = {
         '--method "chain(quantize, clusterkv)" --budget 0.2', ("chain(quantize, clusterkv)", 0.2),
         "{found} with {share} of the bytes",
     ),
+    "The same, of a document that is read once, and less of it may be kept.": (
+        '--method "by_head(kvzip)" --budget 0.2',
+        ("by_head(kvzip(budget=0.2, room=64), profile='heads.safetensors')", None),
+        "{found} with {share} of the bytes",
+    ),
     "The same, and the host has memory.": (
         '--method "chain(clusterkv, offload)" --budget 0.1', ("clusterkv", 0.1),
         "as `clusterkv`; keys and values in host memory",
@@ -195,13 +200,15 @@ def first(needles: Results) -> str:
     return markdown(headings, lines)
 
 
-def situations(needles: Results) -> str:
+def situations(results: Sequence[Results]) -> str:
     """Methods by situation, of `SITUATIONS`, with what they find."""
-    found = {(row.candidate, row.question): row for row in needles.rows() if row.task == NEEDLE}
+    rows_found = (row for each in results for row in each.rows() if row.task == NEEDLE)
+    found = {(row.candidate, row.question): row for row in rows_found}
     lines = []
     for situation, (arguments, candidate, said) in SITUATIONS.items():
-        rows = [found[candidate, place] for place in ("inside", "after")]
-        figures = " / ".join(f"{100 * row.score.mean:.0f}" for row in rows) + " %"
+        rows = [found.get((candidate, place)) for place in ("inside", "after")]
+        each = (f"{100 * row.score.mean:.0f}" if row else "-" for row in rows)
+        figures = " / ".join(each) + " %"
         told = said.format(found=figures, share=f"{share(rows)} %")
         lines.append([situation, f"`{arguments}`", told])
     headings = ["situation", "`kvjax generate` with", "SmolLM2 finds, question inside / after"]
@@ -358,7 +365,7 @@ def tables() -> tuple[list[Results], dict[str, str]]:
         **{folder: scores([results]) for folder, results in folders.items()},
         **{f"method_{path.stem}": scores(measured, path.stem) for path in METHODS.glob("*.md")},
         "choose": choosing(measured),
-        "situations": situations(folders["needles"]),
+        "situations": situations([folders["needles"], folders["needles_small_smollm2"]]),
         "first": first(folders["needles"]),
         **{made.__name__: made(read("vs_kvpress_kvzip_smollm2")["rows"]) for made in KVZIP},
     }
