@@ -31,8 +31,7 @@ def check_count(name: str, value: int, minimum: int, most: float = MOST_COUNT) -
 
 def check_number(name: str, value: float, above: float, most: float = math.inf) -> None:
     """Raises unless `value` is a number in (above, most] that is finite in float32."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(f"{name} must be a number, got {brief(value)}")
+    _check_is_number(name, value)
     if not above < value <= min(most, _MOST_NUMBER):
         bounds = (
             f"lie in ({above:g}, {most:g}]" if most < math.inf else f"be finite and above {above:g}"
@@ -42,8 +41,15 @@ def check_number(name: str, value: float, above: float, most: float = math.inf) 
 
 def check_part(name: str, value: float) -> None:
     """Raises unless `value` is a number in [0, 1]."""
-    if value != 0:
-        check_number(name, value, above=0, most=1)
+    _check_is_number(name, value)
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} must lie in [0, 1], got {brief(value)}")
+
+
+def _check_is_number(name: str, value: float) -> None:
+    # For Python, True is the integer 1.
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"{name} must be a number, got {brief(value)}")
 
 
 def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:

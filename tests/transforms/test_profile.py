@@ -66,7 +66,7 @@ def test_shares_at_a_threshold_are_those_above_it():
     scores = texts()
     table = profile(scores, ladder(scores, steps=16))
     for k in range(16):
-        close = shares(table, table[..., k].mean())
+        close = shares(table, table[..., k].mean(), safeguard=0)
         np.testing.assert_allclose(close, table[..., k], rtol=1e-12, atol=1e-15)
 
 
@@ -138,6 +138,7 @@ TABLE = np.array([[[0.5, 1.0], [0.0, 1.0]]])
         (lambda: profile(texts(), [0.1, 0.5, -np.inf]), "fall to minus infinity"),
         (lambda: shares(TABLE, 0.0), r"\(0, 1\], got 0.0"),
         (lambda: shares(TABLE, np.nan), r"\(0, 1\], got nan"),
+        (lambda: shares(TABLE, 0.5, -0.1), r"safeguard must lie in \[0, 1\], got -0.1"),
         (lambda: shares(TABLE[0], 0.5), r"\[layers, KV heads, thresholds\], got \(2, 2\)"),
         (lambda: shares(TABLE[..., :1], 0.5), "grow to 1"),
         (lambda: shares(TABLE[..., ::-1], 0.5), "grow to 1"),
