@@ -101,16 +101,18 @@ def main() -> None:
     for name in ("model", "text", "sample", "held_out"):
         setattr(args, name, os.path.abspath(getattr(args, name)))
     out, every = Path(args.out).absolute(), parts(args)
-    out.mkdir(parents=True, exist_ok=True)
-    os.chdir(out)  # names of methods have those of the files of profiles in them
-    every_word = " ".join(word for name in args.only or every for word in every.get(name, ()))
-    for file, (method, text) in PROFILES.items():
-        if file in every_word and not Path(file).exists():
-            words = ["profile", "--method", method, "--text", getattr(args, text), "--out", file]
-            run_command(Path("commands.json"), file, words, args.model)
-    for name in args.only or every:
+    names = args.only or list(every)
+    for name in names:
         if name not in every:
             parser.error(f"the parts are {', '.join(every)}, got {name}")
+    out.mkdir(parents=True, exist_ok=True)
+    os.chdir(out)  # names of methods have those of the files of profiles in them
+    words_of_parts = [word for name in names for word in every[name]]
+    for file, (method, text) in PROFILES.items():
+        if any(file in word for word in words_of_parts) and not Path(file).exists():
+            words = ["profile", "--method", method, "--text", getattr(args, text), "--out", file]
+            run_command(Path("commands.json"), file, words, args.model)
+    for name in names:
         folder = f"{name}_{out.name}"  # each folder of results has a name of its own
         run_command(
             Path("commands.json"), name, ["eval", *every[name], "--out", folder], args.model

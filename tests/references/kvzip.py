@@ -7,6 +7,7 @@ import numpy as np
 from .budgets import rows_budget
 from .repetition import repetition
 from .slots import Slots, best
+from .snapkv import pool
 
 
 class KVzip:
@@ -16,8 +17,8 @@ class KVzip:
 
     times ||v_s|| / median over the new document's tokens of ||v||, with `values`.  A token then
     has the mean score of itself and its (kernel - 1) / 2 neighbours on each side in the document,
-    where there are zeros before its first and behind its last token.  Sinks and the
-    newest `window` tokens come first.  What is kept of a document stays when another one comes.
+    where there are zeros before its first and behind its last token.  Sinks and the newest
+    `window` tokens come first.  What is kept of a document stays when another one comes.
     Of a share, a document gets what its tokens add to the slots of all tokens so far.  Of a number,
     it gets what earlier documents have left.
     """
@@ -78,12 +79,10 @@ class KVzip:
 
     def pooled(self, score, new) -> np.ndarray:
         """Scores that count for neighbours in the new document, too."""
-        slot_at = {int(position): slot for slot, position in enumerate(self.slots.positions)}
+        order = np.flatnonzero(new)
+        order = order[np.argsort(self.slots.positions[order])]
         pooled = np.zeros_like(score)
-        for i in np.flatnonzero(new):
-            at, reach = int(self.slots.positions[i]), self.kernel // 2
-            near = [slot_at.get(at + step, -1) for step in range(-reach, reach + 1)]
-            pooled[i] = sum(score[j] for j in near if j >= 0 and new[j]) / self.kernel
+        pooled[order] = pool(score[order], self.kernel, "avg")
         return pooled
 
     def end_question(self) -> None:

@@ -200,7 +200,7 @@ def test_a_token_with_a_large_value_is_kept_for_it(values):
 
 @pytest.mark.parametrize(("kernel", "kept"), [(1, [0, 1, 11]), (3, [10, 11, 12])])
 def test_a_token_is_kept_for_its_neighbour(kernel, kept):
-    """Where scores are equal, the oldest tokens stay."""
+    """The oldest tokens stay where scores are equal."""
     assert with_large_values(11, budget=3, kernel=kernel).kept(0, 0) == kept
 
 

@@ -16,9 +16,8 @@ from kvjax.budgets.budgets import Budget, check_budget, most_slots, rows_budget
 from kvjax.cache.payload import sum_into, take_slots, write_slots
 from kvjax.cache.selection import evictable, keep_best, newest
 from kvjax.cache.slots import KVCache, sorted_slots
-from kvjax.checks import check_count, check_layers
+from kvjax.checks import check_count, check_layers, check_part
 from kvjax.decisions import Merge
-from kvjax.messages import brief
 from kvjax.protocol import Extent, KVTransform, Needs, Step
 from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
 from pallas_kernels import segment_merge, soft_matching
@@ -249,10 +248,7 @@ class Chelsea(KVTransform):
         """Raises unless the shares are numbers in [0, 1], and every pass merges something."""
         schedule = {"ratio_0": self.ratio_0, "decay": self.decay, "floor": self.floor}
         for name, value in schedule.items():
-            if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-                raise TypeError(f"{name} must be a number, got {brief(value)}")
-            if not 0 <= value <= 1:
-                raise ValueError(f"{name} must lie in [0, 1], got {brief(value)}")
+            check_part(name, value)
         if self._shares[-1] <= 0:
             raise ValueError(
                 f"the share of a pass must stay above 0, got {float(self._shares[-1])} after "
