@@ -7,15 +7,14 @@ operation runs by its kernel and by XLA at layers of Llama-3.1-8B and GLM-4-9B; 
 by cuDNN.
 
 A measurement is a loop of calls on the device. The sides of a group take turns, round after round,
-and a copy with them: `share_of_copy` is the median rate of a side over that of the copy. A side's
-bytes are those that must move: of the arrays that it takes and gives, each once, and of a store
-that it reads by a list, the part that is listed. Where products take the time, as in a prompt,
-their operations are given too. A copy is `y = -x` over an array much larger than
-any cache, bytes read and written.
+and a copy with them; a side whose calls take seconds has one round. `share_of_copy` is the median
+rate of a side over that of the copy. A side's bytes are those that must move: of the arrays that it
+takes and gives, each once, and of a store that it reads by a list, the part that is listed. Where
+products take the time, as in a prompt, their operations are given too. A copy is `y = -x` over an
+array much larger than any cache, bytes read and written.
 
 `missed` in the result are kernels that stay behind their target where calls are large, `failed`
-those that did not run, `left_out` what did not fit in memory or time. A whole step of ClusterKV is
-measured by `recall_step.py`.
+those that did not run, `left_out` what did not fit in memory or time.
 """
 
 from __future__ import annotations
@@ -42,6 +41,7 @@ SECONDS = 480  # after which nothing more is begun
 MEASURED = 16e9  # bytes of the calls of a measurement: 4 ms where memory moves 4 TB/s
 MOST_CALLS, CALLS_OF_XLA = 400, 10  # of a measurement; XLA may be slow
 PER_BYTE = 150  # operations that a GPU makes, about, while it moves a byte
+SLOW = 2.0  # seconds of the first round of a side, from which on it has only one more
 LARGE = 128e6  # bytes of a call, from which on what it reads comes from memory and not from L2
 
 
@@ -114,6 +114,7 @@ class Ran(NamedTuple):
     calls: int  # of a round
     run: Run
     out: np.ndarray
+    is_slow: bool  # has one round
     times: list[float]  # seconds of rounds
 
     @property
@@ -131,8 +132,10 @@ def rows_of(shape: Shape, group: str, rounds: int, small: bool) -> list[dict]:
     ran = [each for each in tried if isinstance(each, Ran)]
     if not isinstance(tried[0], Ran):
         raise RuntimeError(f"the copy did not run: {tried[0]['reason']}")
-    for _ in range(rounds):
+    for number in range(rounds):
         for each in ran:
+            if number and each.is_slow:
+                continue
             begin = time.perf_counter()
             each.run()
             each.times.append(time.perf_counter() - begin)
@@ -146,8 +149,10 @@ def warmed(side: Side, small: bool) -> Ran | dict:
     calls = 2 if small else max(2, min(most, round(MEASURED / moved)))
     try:
         run = side.make(calls)
+        begin = time.perf_counter()
         out = [np.zeros(0), *(np.asarray(x, np.float32).ravel() for x in jax.tree.leaves(run()))]
-        return Ran(side, calls, run, np.concatenate(out), [])
+        is_slow = time.perf_counter() - begin > SLOW
+        return Ran(side, calls, run, np.concatenate(out), is_slow, [])
     except Exception as error:  # of libraries that are not ours, too
         return about(side) | {"reason": said(error)}
 

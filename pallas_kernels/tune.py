@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import itertools
 import json
@@ -100,13 +101,17 @@ def measure_all(
 
     All candidates take turns, since a GPU's clock drifts by more than two candidates differ.
     """
-    calls: dict[Tile, list[Callable[[], float]]] = {}
     prepared = [(work.call, work.operands()) for work in works]
-    for tile in tiles:
+
+    def compiled(tile: Tile) -> list[Callable[[], float]] | None:
         try:
-            calls[tile] = [timed(tile, call, arguments) for call, arguments in prepared]
+            return [timed(tile, call, arguments) for call, arguments in prepared]
         except jax.errors.JaxRuntimeError as error:  # more shared memory than there is
             print(f"left out {tile}: {str(error).splitlines()[0][:100]}", file=sys.stderr)
+            return None
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        calls = {tile: c for tile, c in zip(tiles, pool.map(compiled, tiles), strict=True) if c}
     seconds = {tile: [[] for _ in works] for tile in calls}
     for _ in range(rounds):
         for tile, timed_calls in calls.items():

@@ -281,7 +281,8 @@ def _free_slots(cache: KVCache, positions: Int[Array, "B T"]) -> Int[Array, "B H
     if positions.shape[1] == 1:
         # A decode step: one pass over scalars instead of a prefix sum.
         return jnp.where(valid[:, None, :], _first(free)[..., None], size)
-    count = jnp.cumsum(free, axis=-1, dtype=jnp.int32)
+    # XLA computes prefix sums of constants when it compiles, for seconds. A new cache is constant.
+    count = jnp.cumsum(jax.lax.optimization_barrier(free), axis=-1, dtype=jnp.int32)
     wanted = jnp.cumsum(valid, axis=-1, dtype=jnp.int32)
     find = jax.vmap(jax.vmap(jnp.searchsorted, in_axes=(0, None)), in_axes=(0, 0))
     slots = find(count, wanted).astype(jnp.int32)  # S where count never reaches `wanted`

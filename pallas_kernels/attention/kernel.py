@@ -167,7 +167,7 @@ def split_attention(
     row_tile = tile.rows(query_bytes, rows)
     row_tiles = pl.cdiv(rows, row_tile)
     block = tile.block(max(x.reader.row_bytes for x in (k, v) if x is not None), places)
-    splits = tile.splits(batch * lists * row_tiles, places, block)
+    splits = tile.splits(batch * lists * row_tiles, places, block, row_tile)
     queries = q.astype(k.reader.dtype).reshape(batch, lists, rows, channels)
     shift = None if shift is None else shift.astype(jnp.float32).reshape(batch, lists, rows)
     rotated = {"frequency": None, "turn_position": None}

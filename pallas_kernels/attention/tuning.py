@@ -47,7 +47,7 @@ class Attention(NamedTuple):
     def tried(self) -> dict[str, tuple[int, ...]]:
         """Values to try by field of `Tile`, besides tile sizes, warps and stages."""
         if self.queries == 1:
-            return {"programs": (1, 2, 4)}
+            return {"programs": (1, 2, 3, 4)}
         return {"programs": (2,), "query_bytes": (16_384, 32_768)}
 
     @property

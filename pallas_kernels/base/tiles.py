@@ -12,8 +12,10 @@ from pallas_kernels.base.dispatch import default_device, gpu_capability
 PATH = Path(__file__).with_name("tiles.json")
 DEFAULT = "hopper"  # the generation to lower for where there is no GPU
 SMALLEST, LARGEST = 16, 256  # slots of a tile: the least a matrix unit takes, the most it can hold
+MOST_ROWS = 128  # query rows of a program: more logits do not fit beside the rows of narrow heads
 WIDE = 1024  # bytes of a row; shared memory has room for only one tile of wider rows at a time
 BLOCKS_PER_SPLIT = 4  # with fewer, starting a program costs more than reading
+SLOTS_PER_ROW = 8  # with fewer, a part writes and reads more in float32 than it reads of 8 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Tile:
       tile_bytes: bytes of a tile of keys; a tile of values is as large.
       warps: groups of 32 threads of a program.
       stages: tiles that a program loads at a time.
-      programs: programs wanted per core; decides into how many parts a head's slots are split.
+      programs: most programs per core; decides into how many parts a head's slots are split.
       cores: cores of the device that the row was measured on, for use where there is no device.
       query_bytes: most bytes of a program's queries: 64 rows of 128 channels in bfloat16 are as
         many as a matrix unit takes at a time. The output takes twice as much, in float32.
@@ -44,19 +46,22 @@ class Tile:
 
     def rows(self, row_bytes: int, rows: int) -> int:
         """Returns the query rows of a program: a power of two, no larger than covers all rows."""
-        return max(SMALLEST, min(self.query_bytes // row_bytes, power_of_two(rows)))
+        return max(SMALLEST, min(self.query_bytes // row_bytes, power_of_two(rows), MOST_ROWS))
 
     def stages_of(self, row_bytes: int) -> int:
         """Returns how many tiles of rows are loaded at a time."""
         return self.stages if row_bytes <= WIDE else 1
 
-    def splits(self, programs: int, slots: int, block: int) -> int:
+    def splits(self, programs: int, slots: int, block: int, rows: int) -> int:
         """Returns how many programs share a head's slots.
 
-        `programs` is the number of heads times that of row tiles.
+        `programs` is the number of heads times that of row tiles, `rows` are those of a tile. No
+        more programs are started than are wanted: one that has to wait for a core would double the
+        time of all.
         """
-        wanted = -(-self.programs * self.cores // programs)
-        return max(1, min(wanted, -(-slots // (block * BLOCKS_PER_SPLIT))))
+        wanted = self.programs * self.cores // programs
+        least = max(block * BLOCKS_PER_SPLIT, rows * SLOTS_PER_ROW)
+        return max(1, min(wanted, -(-slots // least)))
 
 
 def tile_of(operation: str) -> Tile:

@@ -333,6 +333,19 @@ def test_columns_of_any_dtype_move_with_their_slots():
     np.testing.assert_array_equal(small.column("bits"), np.asarray(values)[..., 2:4])
 
 
+def test_no_prefix_sum_of_constants_is_left_to_the_compiler():
+    """For GPUs, XLA took a minute to compute that of a new cache of a million slots."""
+
+    def read(k, positions):
+        cache = kvjax.init_cache(
+            kvjax.Full(), batch=1, kv_heads=1, head_dim=4, max_prompt=8, max_new=0
+        )
+        return kvjax.kit.append(cache.kv, k, k, positions)
+
+    lowered = jax.jit(read).lower(jnp.zeros((1, 1, 3, 4)), jnp.arange(3)[None])
+    assert "optimization_barrier" in lowered.as_text()
+
+
 def test_a_merge_without_weights_keeps_the_targets_own_rows():
     cache = kvjax.init_cache(
         kvjax.Full(), batch=1, kv_heads=1, head_dim=2, max_prompt=3, max_new=0

@@ -431,8 +431,9 @@ def _prompt_kernels(heads: Heads) -> Iterator[Program]:
     store = struct((1, heads.kv, SLOTS, heads.dim), heads.dtype)
     (bias, _, position), query = _slots(heads), struct((1, QUERIES), "int32")
     q = struct((1, heads.kv, heads.group, QUERIES, heads.dim), heads.dtype)
-    few = struct((*q.shape[:3], 16, heads.dim), heads.dtype)
-    lse = struct(q.shape[:4], "float32")
+    fewer = SLOTS // (2 * heads.group)  # their outputs are half as large as a store: no copies
+    few, half = (struct((*q.shape[:3], n, heads.dim), heads.dtype) for n in (16, fewer))
+    lse, half_lse = (struct(x.shape[:4], "float32") for x in (q, half))
 
     def alone(q, k, *rest):
         return ops.prompt_attention(q, k, None, *rest, **OPTIONS)
@@ -454,9 +455,11 @@ def _prompt_kernels(heads: Heads) -> Iterator[Program]:
         name = columns.__name__
         reduce = functools.partial(columns, **OPTIONS)
         yield program(name, name, reduce, (q, store, bias, lse, query, position))
-    yield program("attention and sums", "column_sums", joined, (q, store, store, *rest))
+    query = struct((1, fewer), "int32")
+    args = half, store, store, bias, query, position
+    yield program("attention and sums", "column_sums", joined, args)
     joined = functools.partial(ops.prompt_attention_and_maxima, **OPTIONS)
-    args = q, store, store, bias, lse, query, position
+    args = half, store, store, bias, half_lse, query, position
     yield program("attention and maxima", "column_maxima", joined, args)
 
 

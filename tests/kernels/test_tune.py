@@ -51,6 +51,24 @@ def test_tuning_needs_a_gpu_that_runs_the_kernels(monkeypatch, capsys, tmp_path,
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("heads", [1, 8, 64, 100, 264, 1000])
+def test_no_program_waits_for_another(heads):
+    """A few programs more than run at a time would take as long as twice as many."""
+    tile = Tile(tile_bytes=8192, warps=4, stages=3, programs=2, cores=132)
+    splits = tile.splits(heads, 2**20, 64, 16)
+    assert splits == 1 if heads > 264 else 264 - heads < splits * heads <= 264
+
+
+def test_a_part_reads_more_than_it_writes():
+    tile = Tile(tile_bytes=8192, warps=4, stages=3, programs=4, cores=132)
+    assert [tile.splits(1, 32_768, 16, rows) for rows in (16, 64)] == [256, 64]
+
+
+def test_narrow_heads_have_no_larger_tiles_of_logits():
+    tile = Tile(tile_bytes=16384, warps=8, stages=3, programs=2, cores=132, query_bytes=32768)
+    assert tile.rows(64, 4096) == tile.rows(256, 4096) == 128 > tile.rows(512, 4096)
+
+
 def test_the_best_is_best_over_all_shapes():
     a, b, c = (Tile(1, 4, 2, n, 1) for n in (1, 2, 4))
     assert tune.best({a: (1.0, 8.0), b: (2.0, 3.0), c: (6.0, 2.0)}) == (b, (2.0, 3.0))
