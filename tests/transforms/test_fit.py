@@ -109,6 +109,27 @@ def test_masses_and_values_are_those_of_scipy(name, block, monkeypatch):
         )
 
 
+def test_free_slots_before_and_behind_change_nothing():
+    """Heads that end in each part of the slots are fitted as they are without the free ones."""
+    case, starts = Case(), {(0, 0): 0, (0, 1): 60, (1, 0): 63, (1, 1): 280}
+    log_mass, v = case.fitted()
+    assert [math.ceil(300 * part) for part in fit_module.PARTS_OF_SLOTS] == [19, 75, 300]
+    k, values = (np.full((2, 2, 300, 8), np.nan, np.float32) for _ in range(2))
+    masses = np.full((2, 2, 300), -np.inf, np.float32)
+    for head, start in starts.items():
+        place = slice(start, start + 12)
+        k[head][place], values[head][place] = case.k[head], case.v[head]
+        masses[head][place] = case.log_mass[head]
+    case.k, case.v, case.log_mass = k, values, masses
+    wide_mass, wide_v = case.fitted()
+    for head, start in starts.items():
+        place = slice(start, start + 12)
+        close(np.exp(wide_mass[head][place]), np.exp(log_mass[head]), "fitted")
+        close(wide_v[head][place], v[head], "fitted")
+        assert np.isinf(np.delete(wide_mass[head], np.r_[place])).all()
+        assert (np.delete(wide_v[head], np.r_[place], axis=0) == 0).all()
+
+
 def test_what_stands_for_equal_keys_gives_full_attention():
     """Keys occur once, twice, ... six times: masses are these numbers, values are the means."""
     rng = np.random.default_rng(1)
