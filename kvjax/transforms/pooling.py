@@ -40,6 +40,8 @@ def pool(
       kernel: pooling width, odd.
       pooling: `"max"`, or `"avg"`, which counts the zeros.
     """
+    if kernel == 1:
+        return jnp.where(tokens[:, :, None], score, 0.0)
     order = sorted_slots(tokens, cache.position)
     ordered = jnp.moveaxis(jnp.where(tokens[:, :, None], score, 0.0), 2, 3)
     ordered = take_slots(ordered, order)
