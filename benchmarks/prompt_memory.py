@@ -3,23 +3,20 @@
     python benchmarks/prompt_memory.py --model FOLDER --text book.txt --out \\
         benchmarks/results/prompt_memory_smollm2.json
 
-Each process loads the model, reads a short prompt, and then one of `--tokens` tokens. `grown` is by
-how much the process's greatest resident memory (Linux) in that second prompt pass is above what it
-was before. Programs come from a compilation cache that another process has filled, so that the
-compiler's own memory is not counted. The C library gives freed memory back when it likes, so that
-processes differ: `grown` is the least of `--rounds` processes, `all_grown` has them all. `layers`
-is what XLA says of the compiled function of each kind of layer: temporary memory and outputs.
-`over_full` divides `grown` by that of the full cache.
+Each process loads the model and reads the text twice: the first time compiles. `grown` is by how
+much the process's greatest resident memory (Linux) in the second reading is above what it was
+before, when memory that was free had been given back. Processes differ: `grown` is the least of
+`--rounds` processes, `all_grown` has them all. `layers` is what XLA says of the compiled function
+of each kind of layer: temporary memory and outputs. `over_full` divides `grown` by that of the full
+cache.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 METHODS = ("full", "snapkv", "h2o", "chelsea", "kvmerger", "clusterkv", "pyramidinfer")
@@ -30,7 +27,7 @@ def worker(model_folder: str, text: str, method: str, budget: float, tokens: int
     import jax
 
     import kvjax
-    from kvjax.evaluation.memory import forget_peak, resident
+    from kvjax.evaluation.memory import with_peak
     from kvjax.generation import prompt_pass
     from kvjax.models import from_pretrained, load_tokenizer
 
@@ -41,7 +38,6 @@ def worker(model_folder: str, text: str, method: str, budget: float, tokens: int
     transform = kvjax.calibrated(kvjax.parse(method, budget), model, [])
     repetition = kvjax.Repetition.of(tokenizer)
     options = {"transform": transform, "max_new": 64, "repetition": repetition}
-    kvjax.read(model, [prompt[:64]], **options)
     found, read_layer = [], prompt_pass._read_layer
 
     class Watched:
@@ -57,12 +53,17 @@ def worker(model_folder: str, text: str, method: str, budget: float, tokens: int
             return read_layer(*args)
 
     prompt_pass._read_layer = Watched()
-    forget_peak()
-    before = resident("VmRSS")
-    context = kvjax.read(model, [prompt], **options)
+
+    def reading() -> kvjax.Context:
+        context = kvjax.read(model, [prompt], **options)
+        jax.block_until_ready(context.caches)
+        return context
+
+    reading()
+    context, grown = with_peak(reading)
     row = {
         "method": method,
-        "grown": resident("VmHWM") - before,
+        "grown": grown,
         "cache_bytes": context.nbytes,
         "layers": [{"temporary": temporary, "outputs": out} for temporary, out in found],
         "device": jax.devices()[0].device_kind,
@@ -97,22 +98,13 @@ def main() -> None:
 
 
 def least_of(args: argparse.Namespace, method: str) -> dict:
-    """The row of the process that grew least, of those whose programs are compiled."""
+    """The row of the process that grew least."""
     line = [sys.executable, __file__, "--model", args.model, "--text", args.text]
     line += ["--tokens", str(args.tokens), "--budget", str(args.budget), "--worker", method]
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        cache = {
-            "JAX_COMPILATION_CACHE_DIR": folder,
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
-        }
-        for _ in range(1 + args.rounds):
-            done = subprocess.run(
-                line, capture_output=True, text=True, check=True, env=os.environ | cache
-            )
-            rows.append(json.loads(done.stdout))
-    del rows[0]  # it has compiled
+    for _ in range(args.rounds):
+        done = subprocess.run(line, capture_output=True, text=True, check=True)
+        rows.append(json.loads(done.stdout))
     least = min(rows, key=lambda row: row["grown"])
     return least | {"all_grown": [row["grown"] for row in rows]}
 
