@@ -75,7 +75,7 @@ def parts(args: argparse.Namespace) -> dict[str, list[str]]:
     fewer = min(args.cases, 20)
     return {
         "needles": run(single, methods, args.cases, *essays),
-        "fit": run(single, by_head(fitted, 0.05, 0.02), args.cases, *essays),
+        "fit": run(single, by_head(fitted, 0.05, 0.03, 0.02), args.cases, *essays),
         "loss": run(
             "perplexity", [*methods, *by_head(fitted, 0.05)], fewer, "--text", args.held_out,
             *length,
