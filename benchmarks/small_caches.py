@@ -28,6 +28,7 @@ PROFILES = {  # file → method, and which of the texts it is made from
     "heads_without_values.safetensors": ("kvzip(values=False)", "sample"),
     "heads_of_paper.safetensors": ("kvzip(values=False, kernel=1)", "sample"),
     "heads_of_snapkv.safetensors": ("snapkv", "sample"),
+    "heads_window_32.safetensors": ("kvzip(window=32)", "sample"),
 }
 
 
@@ -61,10 +62,10 @@ def parts(args: argparse.Namespace) -> dict[str, list[str]]:
         "heads_of_paper.safetensors": with_arguments("values=False, kernel=1"),
         "heads_of_snapkv.safetensors": "snapkv(BUDGET)",
         "heads_of_essays.safetensors": KVZIP,
+        "heads_window_32.safetensors": with_arguments("window=32"),
     }
     parts_of_it = [
         *(text for file, method in without.items() for text in by_head(method, 0.05, file=file)),
-        *by_head(with_arguments("window=32"), 0.05),
         *(f"{text[:-1]}, safeguard=0.0)" for text in by_head(KVZIP, 0.1, 0.05)),
     ]  # fmt: skip
 
