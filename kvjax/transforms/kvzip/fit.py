@@ -109,8 +109,8 @@ def fit(
     """
     _check(q, k, v, log_mass, out, lse)
     slots = k.shape[2]
-    parts = {max(math.ceil(part * slots), min(FEWEST_SLOTS, slots)) for part in PARTS_OF_SLOTS}
-    parts = sorted(parts)
+    fewest = min(FEWEST_SLOTS, slots)
+    parts = sorted({max(math.ceil(part * slots), fewest) for part in PARTS_OF_SLOTS})
 
     def fit_first(head: tuple[Array, ...], count: int) -> tuple[Array, Array]:
         """Fits a head whose live slots are among its first ones."""
