@@ -41,7 +41,7 @@ def main() -> None:
 
     def shares_of(text: str, start: int, tokens: int) -> np.ndarray:
         """Shares of all heads by a piece of a text."""
-        # No token has more than 16 characters on average: less of a long text is enough.
+        # A token has far fewer than 16 characters on average, so that this part suffices.
         ids = tokenizer(text[: 16 * (start + tokens)]).input_ids[start : start + tokens]
         if len(ids) < tokens:
             raise ValueError(f"the text must have {start + tokens} tokens")
