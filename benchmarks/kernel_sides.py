@@ -18,7 +18,7 @@ from kernel_shapes import Inputs, Shape, clusters, lists, normal, queries, refer
 
 import pallas_kernels as pk
 
-LONGEST_PROMPT = 32_768  # XLA computes a longer one, or several rows, for minutes
+MOST_PROMPT_TOKENS = 32_768  # of all rows: XLA takes minutes for more
 Names = tuple[str, ...]
 Run = Callable[[], Any]  # makes all calls of a measurement, waits, and gives what the last one gave
 
@@ -216,7 +216,7 @@ def codebook(shape: Shape, x: Inputs, names: Names) -> Iterator[Side]:
 
 def prompt(shape: Shape, x: Inputs, names: Names) -> Iterator[Side]:
     """Attention of a prompt's newest queries, sums and maxima of columns; by cuDNN if all query."""
-    if shape.batch > 1 or shape.tokens > LONGEST_PROMPT:
+    if shape.batch * shape.tokens > MOST_PROMPT_TOKENS:
         return
     q, position = queries(shape)
     tokens, scale = q.shape[3], shape.channels**-0.5

@@ -82,7 +82,7 @@ def parts(args: argparse.Namespace) -> dict[str, list[str]]:
             *length,
         ),
         "parts_of_it": run(single, parts_of_it, fewer, *essays),
-        "multikey": run(several, methods, args.cases, *essays),
+        "multikey": run(several, [*methods, *by_head(fitted, 0.05)], args.cases, *essays),
         "chat": run(single, by_head(KVZIP, 0.1, 0.05), fewer, *essays, "--chat"),
     }  # fmt: skip
 

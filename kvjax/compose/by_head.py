@@ -202,7 +202,8 @@ class _WithShares:
     def __call__(self, method: KVTransform, heads: MethodHeads) -> KVTransform:
         if not _has_share(method):
             return method
-        budget = HeadShares(self.shares, self.layers, method.minimum)  # pyright: ignore[reportAttributeAccessIssue]
+        minimum, shared = method.minimum, float(method.budget)  # pyright: ignore[reportAttributeAccessIssue]
+        budget = HeadShares(self.shares, self.layers, minimum, shared)
         return dataclasses.replace(method, budget=budget)
 
 

@@ -56,9 +56,6 @@ def reads_alone(layer: KVTransform, size: CacheSize) -> bool:
     return drops or size.mesh is not None
 
 
-# Heads of a layer that are read together have as many slots as the largest rectangle of any layer,
-# or this share of them. Each of these sizes is compiled for once.
-SMALLER = 1 / 4
 FEWEST = 3  # transforms of layers that are alike, from which on they share a program that reads
 NO_STATES = (((), None),)  # the state and heads of `Observe`, as `states_of` returns them
 
@@ -128,7 +125,8 @@ def slots_together(
     """Returns the slots of a layer's heads where they read a further prompt together.
 
     Rectangles differ from layout to layout, so that reading group by group would compile a whole
-    block for each layout.
+    block for each layout. Together, all heads of these layers have as many slots as the largest
+    rectangle of any of them, so that one block is compiled.
 
     Args:
       layers, caches: of the model.
@@ -144,12 +142,10 @@ def slots_together(
         if decides_for_all(transform, repeated) and placement_of(cache) is None else []
         for transform, cache in zip(layers, caches, strict=True)
     ]  # fmt: skip
-    sizes = [[kv.slots for kv in of_layer] for of_layer in rectangles]
-    largest = max((max(slots) for slots in sizes if slots), default=0)
-    room = max((kv.max_tokens - kv.slots for kvs in rectangles for kv in kvs), default=0)
-    smaller = int(largest * SMALLER)
-    together = [smaller if max(slots, default=0) <= smaller else largest for slots in sizes]
-    return [(x, x + room) if slots else None for x, slots in zip(together, sizes, strict=True)]
+    every = [kv for of_layer in rectangles for kv in of_layer]
+    largest = max((kv.slots for kv in every), default=0)
+    room = max((kv.max_tokens - kv.slots for kv in every), default=0)
+    return [(largest, largest + room) if of_layer else None for of_layer in rectangles]
 
 
 def join_heads(

@@ -17,10 +17,19 @@ def mass_error(x: np.ndarray, lse: np.ndarray, mass: np.ndarray) -> float:
     return float(np.linalg.norm(np.exp(x - lse[:, None]) @ mass - 1))
 
 
-def masses(x: np.ndarray, lse: np.ndarray, lowest: float, highest: float) -> np.ndarray:
-    """argmin_{B >= 0} || A B - 1 ||, and then between two masses."""
-    found, _ = nnls(np.exp(x - lse[:, None]), np.ones(len(x)), maxiter=100 * x.shape[1])
-    return np.clip(found, lowest, highest)
+def masses(
+    x: np.ndarray, lse: np.ndarray, lowest: float, highest: float, fitted: np.ndarray | None = None
+) -> np.ndarray:
+    """argmin_{B >= 0} || A B - 1 ||, and then between two masses.
+
+    Slots that are not fitted have a mass of 1.
+    """
+    fitted = np.ones(x.shape[1], bool) if fitted is None else fitted
+    ratio, found = np.exp(x - lse[:, None]), np.ones(x.shape[1])
+    rest = 1 - ratio[:, ~fitted].sum(1)
+    least, _ = nnls(ratio[:, fitted], rest, maxiter=100 * x.shape[1])
+    found[fitted] = np.clip(least, lowest, highest)
+    return found
 
 
 def weights(x: np.ndarray, mass: np.ndarray) -> np.ndarray:
@@ -30,16 +39,24 @@ def weights(x: np.ndarray, mass: np.ndarray) -> np.ndarray:
 
 
 def values(
-    x: np.ndarray, mass: np.ndarray, v: np.ndarray, out: np.ndarray, ridge: float
+    x: np.ndarray,
+    mass: np.ndarray,
+    v: np.ndarray,
+    out: np.ndarray,
+    ridge: float,
+    fitted: np.ndarray | None = None,
 ) -> np.ndarray:
     """V + argmin_dV || X (V + dV) - Y ||^2 + lambda || dV ||^2.
 
-    lambda is `ridge` times the mean diagonal of X^T X.  Rows sqrt(lambda) I under X, and zeros
-    under Y, are the second term.
+    lambda is `ridge` times the mean diagonal of X^T X, for the slots that are fitted; dV is 0 for
+    the others.  Rows sqrt(lambda) I under X, and zeros under Y, are the second term.
     """
+    fitted = np.ones(len(v), bool) if fitted is None else fitted
     share = weights(x, mass)
-    number = len(v)
+    error, share, number = out - share @ v, share[:, fitted], fitted.sum()
     root = np.sqrt(ridge * np.square(share).sum() / number)
     rows = np.concatenate([share, root * np.eye(number)])
-    wanted = np.concatenate([out - share @ v, np.zeros_like(v)])
-    return v + np.linalg.lstsq(rows, wanted, rcond=None)[0]
+    wanted = np.concatenate([error, np.zeros((number, v.shape[1]))])
+    new = v.copy()
+    new[fitted] += np.linalg.lstsq(rows, wanted, rcond=None)[0]
+    return new

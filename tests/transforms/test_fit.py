@@ -26,7 +26,7 @@ class Case:
 
     def __init__(
         self, group=3, tokens=40, slots=12, free=3, dim=8, document=60, scale=0.6, soft_cap=None,
-        seed=0, dtype="float32",
+        seed=0, dtype="float32", not_fitted=None,
     ):  # fmt: skip
         rng = np.random.default_rng(seed)
         shape = (2, 2)
@@ -41,6 +41,11 @@ class Case:
         self.live = np.ones((*shape, slots), bool)
         for head in np.ndindex(shape):
             self.live[head][rng.choice(slots, free, replace=False)] = False
+        self.is_fitted = np.ones((*shape, slots), bool)
+        if not_fitted is not None:  # the last slots, and one that stands among those before
+            self.is_fitted[..., -not_fitted:] = False
+            self.is_fitted[..., 1] = False
+        self.first = slots - (not_fitted or 0)
         self.padding = np.zeros((2, tokens), bool)
         self.padding[1, tokens // 2 :] = True
         self.log_mass = np.where(self.live, 0.0, -np.inf).astype(np.float32)
@@ -63,7 +68,10 @@ class Case:
         return [jnp.asarray(x) for x in (self.q, self.k, self.v, self.log_mass, self.out, self.lse)]
 
     def fitted(self):
-        return [np.asarray(x) for x in jax.jit(lambda *x: fit(*x, **self.options))(*self.args)]
+        options = dict(self.options)
+        if not self.is_fitted.all():
+            options["fitted"] = jnp.asarray(self.is_fitted[..., : self.first])
+        return [np.asarray(x) for x in jax.jit(lambda *x: fit(*x, **options))(*self.args)]
 
     def heads(self):
         """Of each head the live slots, logits of its queries, their lse, and their outputs."""
@@ -82,6 +90,7 @@ def error(x, mass, v, out):
 CASES = {
     "plain": {}, "soft cap": {"soft_cap": 2.0}, "one query head": {"group": 1, "tokens": 90},
     "every slot live": {"free": 0}, "16 bits": {"dtype": jnp.bfloat16},
+    "some are fitted": {"not_fitted": 4},
 }  # fmt: skip
 
 
@@ -94,16 +103,18 @@ def test_masses_and_values_are_those_of_scipy(name, block, monkeypatch):
     assert log_mass.dtype == np.float32 and v.dtype == case.v.dtype
     for head, live, x, lse, out in case.heads():
         assert (log_mass[head][~live] == -np.inf).all() and (v[head][~live] == 0).all()
-        mass = np.exp(log_mass[head][live].astype(float))
-        expected = reference.masses(x, lse, LOWEST, HIGHEST)
+        mass, is_fitted = np.exp(log_mass[head][live].astype(float)), case.is_fitted[head][live]
+        assert (mass[~is_fitted] == 1).all()
+        expected = reference.masses(x, lse, LOWEST, HIGHEST, is_fitted)
         off, least = (reference.mass_error(x, lse, found) for found in (mass, expected))
         assert off < 1.001 * least + 1e-4
         totals = (np.exp(x - lse[:, None]) @ found for found in (mass, expected))
         np.testing.assert_allclose(*totals, rtol=5e-3)
         before = case.v[head][live].astype(float)
         ridge = max(fit_module.RIDGE, 12 * float(jnp.finfo(jnp.float32).eps))
-        values = reference.values(x, mass, before, out, ridge)
+        values = reference.values(x, mass, before, out, ridge, is_fitted)
         close(v[head][live], values, "bfloat16" if "16" in name else "accumulated")
+        np.testing.assert_array_equal(v[head][live][~is_fitted], case.v[head][live][~is_fitted])
         assert error(x, mass, v[head][live].astype(float), out) < 0.7 * error(
             x, np.ones(len(before)), before, out
         )

@@ -9,7 +9,9 @@ import pytest
 
 import kvjax
 from kvjax.attention.layer import SAMPLE, QuerySample
+from kvjax.budgets.heads import HeadShares
 from kvjax.transforms.kvzip import fit as fit_module
+from kvjax.transforms.kvzip.kvzip import MOST_FITTED
 from tests.references import attention_matching as reference
 from tests.references.attention import softmax_attention
 from tests.support.attending import attend, new_cache, slots_of
@@ -238,3 +240,20 @@ def test_queries_are_those_of_every_nth_token(most_tokens):
                 np.testing.assert_array_equal(sample.query[row][:, : len(expected)], chosen)
     assert sample.count.tolist() == [len(places) for _, places in seen]
     assert len(seen[0][1]) > 3 * size
+
+
+def test_of_each_head_no_more_than_four_times_the_budget_are_fitted():
+    """Of documents with 32, 24 and 30 tokens, half would be 16, 12 and 15 slots."""
+    shares = HeadShares(((0.5, 0.8),), layers=(0,), minimum=1, budget=0.5 / MOST_FITTED)
+    caches = [read(method(fit, shares), seed=3)[0] for fit in (True, False)]
+    all_of_it, _ = read(method(True, 0.5), seed=3)
+    for row, most in enumerate((16, 12, 15)):
+        for head in range(2):
+            fitted, plain = (slots_of(cache, row, head) for cache in caches)
+            np.testing.assert_array_equal(fitted["position"], plain["position"])
+            changed = (fitted["log_mass"] != plain["log_mass"]) | (fitted["v"] != plain["v"]).any(1)
+            assert changed.sum() == most
+            best = slots_of(all_of_it, row, head)
+            assert set(fitted["position"][changed]) == set(best["position"])
+            if head == 0:
+                close(fitted["v"][changed], best["v"], "fitted")

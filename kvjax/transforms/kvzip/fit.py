@@ -15,7 +15,7 @@ from pallas_kernels.base.logits import finite_or_zero, or_one
 from pallas_kernels.base.rows import block_of, over_blocks
 from pallas_kernels.base.varying import varying
 
-QUERIES = 1024  # of a block: it has as many rows of weights, beside S × S sums
+QUERIES = 1024  # of a block: it has as many rows of weights, beside P × P sums
 # A head is computed with the smallest of these parts of S that has its live slots. Of heads that
 # share a budget, few keep most of their tokens, and sums take time with the square of slots.
 PARTS_OF_SLOTS = (1 / 16, 1 / 4, 1)
@@ -47,6 +47,7 @@ def fit(
     scale: float,
     soft_cap: float | None = None,
     seen: Bool[Array, "B H T S"] | None = None,
+    fitted: Bool[Array, "B H P"] | None = None,
 ) -> Fitted:
     """Fits masses and values of kept slots to the attention of some queries over all tokens.
 
@@ -55,16 +56,18 @@ def fit(
 
     1. Masses `B`, least squares of `Σ_s exp(x[n, s]) B[s] = exp(lse[n])` with `B >= 0`. Each row is
        divided by `exp(lse[n])`, so that all queries weigh the same. Then log B is brought to
-       [-3, 3].
+       [-3, 3]. Slots that are not fitted keep their masses.
     2. Values `v + dV`, least squares of `‖X (v + dV) − out‖² + λ ‖dV‖²` with
-       `X = softmax(x + log B)` and λ = 1e-4 of the mean of the diagonal of `XᵀX`.
+       `X = softmax(x + log B)` and λ = 1e-4 of the mean of the diagonal of `XᵀX`. For slots that
+       are not fitted, dV is 0.
 
     Of the masses and values that there were, the new masses with the values that there were, and
     both new, each head gets the pair with the smallest `‖X v − out‖`. So no head is worse than
     before for these queries.
 
-    Memory is O(S² + 1024·S): heads come one after the other, queries in blocks. Time grows with the
-    square of a head's last live slot, rounded up to a sixteenth, a quarter or all of S.
+    Memory is O(P² + 1024·S) for P slots that may be fitted: heads come one after the other, queries
+    in blocks. Time grows with `P·S` of a head, where S is its last live slot, rounded up to a
+    sixteenth, a quarter or all of the slots.
 
     Args:
       q: queries whose attention is to stay, grouped under their KV head and rotated: those of
@@ -76,6 +79,7 @@ def fit(
         counts for nothing.
       scale, soft_cap: scale and bound of the logits (static).
       seen: which slots each query sees; None: all that are live.
+      fitted: which of the first P slots are fitted. Those behind them are not. None: all are.
 
     Returns:
       Log-masses in float32, `-inf` where a slot is free, and values in the dtype of `v`, 0 there.
@@ -107,22 +111,20 @@ def fit(
       >>> jnp.exp(fitted.log_mass).round(1).tolist(), fitted.v[0, 0].round(1).tolist()
       ([[[2.0, 2.0]]], [[4.0, 5.0, 6.0, 7.0], [8.0, 9.0, 10.0, 11.0]])
     """
-    _check(q, k, v, log_mass, out, lse)
+    _check(q, k, v, log_mass, out, lse, fitted)
     slots = k.shape[2]
     fewest = min(FEWEST_SLOTS, slots)
     parts = sorted({max(math.ceil(part * slots), fewest) for part in PARTS_OF_SLOTS})
 
     def fit_first(head: tuple[Array, ...], count: int) -> tuple[Array, Array]:
         """Fits a head whose live slots are among its first ones."""
-        q, out, lse, k, v, log_mass, *seen = head
-        log_mass, fitted = _fit_head(
-            q, out, lse, k[:count], v[:count], log_mass[:count], *(x[:, :count] for x in seen),
-            scale=scale, soft_cap=soft_cap,
+        q, out, lse, k, v, log_mass, fitted, *seen = head
+        new_mass, new_v = _fit_head(
+            q, out, lse, k[:count], v[:count], log_mass[:count], fitted[:count],
+            *(x[:, :count] for x in seen), scale=scale, soft_cap=soft_cap,
         )  # fmt: skip
         free = (0, slots - count)
-        return (
-            jnp.pad(log_mass, free, constant_values=-jnp.inf), jnp.pad(fitted, (free, (0, 0)))
-        )  # fmt: skip
+        return jnp.pad(new_mass, free, constant_values=-jnp.inf), jnp.pad(new_v, (free, (0, 0)))
 
     def fit_head(head: tuple[Array, ...]) -> tuple[Array, Array]:
         numbers = jnp.arange(1, slots + 1, dtype=jnp.int32)
@@ -133,11 +135,12 @@ def fit(
 
     # All sums are of products in float32: in TF32, rounding would be larger than the ridge.
     with jax.default_matmul_precision("highest"):
-        kept = (k, v, log_mass) if seen is None else (k, v, log_mass, seen)
+        fitted = jnp.ones(log_mass.shape, bool) if fitted is None else fitted
+        kept = (k, v, log_mass, fitted, *(() if seen is None else (seen,)))
         by_head = [x.reshape(-1, *x.shape[2:]) for x in kept]
         by_query = [x.reshape(-1, q.shape[2] * q.shape[3], *x.shape[4:]) for x in (q, out, lse)]
-        log_mass, fitted = jax.lax.map(fit_head, (*by_query, *by_head))
-    return Fitted(log_mass.reshape(k.shape[:3]), fitted.reshape(v.shape))
+        new_mass, new_v = jax.lax.map(fit_head, (*by_query, *by_head))
+    return Fitted(new_mass.reshape(k.shape[:3]), new_v.reshape(v.shape))
 
 
 def _fit_head(
@@ -147,18 +150,22 @@ def _fit_head(
     k: Float[Array, "S D"],
     v: Float[Array, "S D"],
     log_mass: Float[Array, " S"],
+    fitted: Bool[Array, " P"],
     seen: Bool[Array, "T S"] | None = None,
     *,
     scale: float,
     soft_cap: float | None,
 ) -> tuple[Float[Array, " S"], Float[Array, "S D"]]:
     """Returns log-masses and values of one KV head."""
-    live, dtype = log_mass > -jnp.inf, v.dtype
+    live, dtype, first = log_mass > -jnp.inf, v.dtype, fitted.size
+    fitted &= live[:first]
+    behind = (0, live.size - first)
+    mass_of_others = jnp.where(jnp.pad(fitted, behind), 0, jnp.exp(log_mass))
     visible = (lse > -jnp.inf)[:, None]
     if seen is not None:
         visible &= jnp.tile(seen, (lse.size // seen.shape[0], 1))
     k, v = (jnp.where(live[:, None], x, 0) for x in (k, v.astype(jnp.float32)))
-    square = jnp.zeros((live.size, live.size), jnp.float32)
+    square = jnp.zeros((first, first), jnp.float32)
 
     def sum_over_queries(of_block, start):
         """Sums what a function returns for the logits `[n, S]` and the rest of some queries."""
@@ -174,14 +181,18 @@ def _fit_head(
             logits = jnp.where(live[None] & visible_n, logits, -jnp.inf)
             return jax.tree.map(jnp.add, sums, of_block(logits, out_n.astype(jnp.float32), lse_n))
 
-        return over_blocks(lse.size, QUERIES, add, varying(start, q, k, v, live, out, visible))
+        arrays = q, k, v, live, fitted, out, visible
+        return over_blocks(lse.size, QUERIES, add, varying(start, *arrays))
 
     def for_masses(logits, out_n, lse_n):
         ratio = jnp.exp(logits - finite_or_zero(lse_n)[:, None])
-        return ratio.T @ ratio, ratio.sum(0)
+        rest = 1 - ratio @ mass_of_others
+        ratio = jnp.where(fitted[None], ratio[:, :first], 0)
+        return ratio.T @ ratio, rest @ ratio
 
     def for_values(logits, out_n, lse_n):
         weights, error = _mixed(logits, out_n, new_mass, v)
+        weights = jnp.where(fitted[None], weights[:, :first], 0)
         return weights.T @ weights, weights.T @ error
 
     def squared_error(mass, values):
@@ -191,9 +202,11 @@ def _fit_head(
         return sum_over_queries(of_block, jnp.float32(0))
 
     gram, sums = sum_over_queries(for_masses, (square, square[0]))
-    new_mass = _masses(gram, sums, live)
-    gram, moments = sum_over_queries(for_values, (square, jnp.zeros_like(v)))
-    new_v = (v + _added_values(gram, moments, live)).astype(dtype).astype(jnp.float32)
+    new_mass = jnp.pad(_masses(gram, sums), behind)
+    new_mass = jnp.where(jnp.pad(fitted, behind), new_mass, log_mass)
+    gram, moments = sum_over_queries(for_values, (square, jnp.zeros_like(v[:first])))
+    new_v = v + jnp.pad(_added_values(gram, moments, fitted), (behind, (0, 0)))
+    new_v = new_v.astype(dtype).astype(jnp.float32)
     candidates = (log_mass, v), (new_mass, v), (new_mass, new_v)
     errors = jnp.stack([squared_error(*candidate) for candidate in candidates])
     best = jnp.argmin(jnp.where(jnp.isnan(errors), jnp.inf, errors))
@@ -218,43 +231,42 @@ def _mixed(
     return weights, jnp.where(top > -jnp.inf, out - weights @ v, 0)
 
 
-def _masses(
-    gram: Float[Array, "S S"], sums: Float[Array, " S"], live: Bool[Array, " S"]
-) -> Float[Array, " S"]:
-    """Solves for log-masses, given `AᵀA` and `Aᵀ1` of the ratios `A = exp(x - lse)`.
+def _masses(gram: Float[Array, "P P"], sums: Float[Array, " P"]) -> Float[Array, " P"]:
+    """Solves for log-masses, given `AᵀA` and `Aᵀr` of the ratios `A = exp(x - lse)`.
 
-    With `R` for which `RᵀR = AᵀA`, `‖R B − R⁻ᵀAᵀ1‖` and `‖A B − 1‖` have the same minimum.
+    Each row of `r` is what slots that are not fitted leave of 1. With `R` for which `RᵀR = AᵀA`,
+    `‖R B − R⁻ᵀAᵀr‖` and `‖A B − r‖` have the same minimum.
     """
     import optax  # here, so that importing kvjax does without it
 
     squares = jnp.diagonal(gram)
     length = jnp.sqrt(jnp.where(squares > UNSEEN, squares, 1))
     gram = gram / length[:, None] / length[None]
-    upper = jnp.linalg.cholesky(gram + _rounding(gram) * jnp.eye(live.size, dtype=gram.dtype)).T
+    upper = jnp.linalg.cholesky(gram + _rounding(gram) * jnp.eye(sums.size, dtype=gram.dtype)).T
     target = solve_triangular(upper, sums / length, trans=1)
     masses = optax.nnls(upper, target, ROUNDS) / length
-    return jnp.where(live, jnp.clip(jnp.log(masses), *LOG_MASSES), -jnp.inf)
+    return jnp.clip(jnp.log(masses), *LOG_MASSES)
 
 
 def _added_values(
-    gram: Float[Array, "S S"], moments: Float[Array, "S D"], live: Bool[Array, " S"]
-) -> Float[Array, "S D"]:
+    gram: Float[Array, "P P"], moments: Float[Array, "P D"], fitted: Bool[Array, " P"]
+) -> Float[Array, "P D"]:
     """Solves `(XᵀX + λ) dV = Xᵀ(out − X v)`."""
-    mean = or_one(jnp.trace(gram) / or_one(live.sum(dtype=jnp.float32)))
+    mean = or_one(jnp.trace(gram) / or_one(fitted.sum(dtype=jnp.float32)))
     ridge = mean * max(RIDGE, _rounding(gram))
-    return cho_solve(cho_factor(gram + ridge * jnp.eye(live.size, dtype=gram.dtype)), moments)
+    return cho_solve(cho_factor(gram + ridge * jnp.eye(fitted.size, dtype=gram.dtype)), moments)
 
 
-def _rounding(gram: Float[Array, "S S"]) -> float:
+def _rounding(gram: Float[Array, "P P"]) -> float:
     """Returns a bound on the rounding of a matrix's eigenvalues, in means of its diagonal.
 
-    No eigenvalue is larger than S such means. With so much on the diagonal there is a Cholesky
+    No eigenvalue is larger than P such means. With so much on the diagonal there is a Cholesky
     factor, even of slots that are all alike.
     """
     return gram.shape[0] * float(jnp.finfo(jnp.float32).eps)
 
 
-def _check(q, k, v, log_mass, out, lse) -> None:
+def _check(q, k, v, log_mass, out, lse, fitted) -> None:
     if q.ndim != 5 or k.ndim != 4 or q.shape[:2] != k.shape[:2] or q.shape[4] != k.shape[3]:
         raise ValueError(
             f"q must be [B, H, G, T, D] and k [B, H, S, D], got {q.shape} and {k.shape}"
@@ -263,3 +275,8 @@ def _check(q, k, v, log_mass, out, lse) -> None:
     for (name, shape), x in zip(expected.items(), (v, log_mass, out, lse), strict=True):
         if x.shape != shape:
             raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
+    if fitted is not None and (fitted.shape[:2] != k.shape[:2] or fitted.shape[2] > k.shape[2]):
+        raise ValueError(
+            f"fitted must be [B, H, P] for up to {k.shape[2]} slots of k {k.shape}, got "
+            f"{fitted.shape}"
+        )

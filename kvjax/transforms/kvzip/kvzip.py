@@ -6,14 +6,16 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets.budgets import Budget, check_budget, most_slots, rows_budget
+from kvjax.budgets.heads import HeadShares
 from kvjax.budgets.layers import Table
 from kvjax.cache.payload import take_slots, write_slots
 from kvjax.cache.selection import evictable, keep_best
-from kvjax.cache.slots import KVCache, slot_numbers
+from kvjax.cache.slots import KVCache
 from kvjax.checks import check_count, check_flag
 from kvjax.decisions import Keep, Retain
 from kvjax.protocol import Extent, Needs, Step
@@ -24,6 +26,9 @@ from pallas_kernels import prompt_attention
 from pallas_kernels.base.logits import visible_slots
 
 DOCUMENT = "document"  # the column that marks tokens of prompts that were repeated
+# Of each head, so many times the budget are fitted. Memory and time of a fit grow with the square
+# of its slots, so that the few heads that keep nearly all of their tokens would decide both.
+MOST_FITTED = 4
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,9 @@ class KVzip(PromptBudget):
       fit: whether the tokens that stay get masses and values for which attention over them is as
         close as possible to attention over the whole document; False, as in the paper. See
         `kvjax.transforms.kvzip.fit`. Queries of the repetition tell what attention is: those of
-        every n-th token, of which there are up to 2,048, for all query heads of a KV head.
+        every n-th token, of which there are up to 2,048, for all query heads of a KV head. Of heads
+        that share a budget (`ByHead`), no more than four times the budget are fitted, the best
+        tokens of each.
 
     Raises:
       TypeError, ValueError: `budget` is no number, below `sinks + window + 1` or a share outside
@@ -167,20 +174,28 @@ class KVzip(PromptBudget):
         )  # fmt: skip
         # The fit's arrays have as many slots as a head of this cache can keep of documents.
         most = min(most_slots(self.budget, cache.max_prompt, self.minimum), slots)
-        kept = jnp.where(document & keep.kept(cache), slot_numbers(cache.shape), slots)
-        kept = jnp.sort(kept, axis=-1)[..., :most]
-        index = jnp.minimum(kept, slots - 1)
+        score = jnp.where(document & keep.kept(cache), keep.score, -jnp.inf)
+        score, index = jax.lax.top_k(score, most)  # the best first
+        kept = jnp.where(score > -jnp.inf, index, slots)
+        fitted = None
+        if isinstance(self.budget, HeadShares):
+            share = MOST_FITTED * self.budget.budget
+            most = min(most, int(share * cache.max_prompt) + 1)
+            tokens = document.sum(-1, keepdims=True, dtype=jnp.float32)
+            numbers = jnp.arange(1, most + 1, dtype=jnp.float32)
+            fitted = numbers[None, None] <= share * tokens
         mass = jnp.where(kept < slots, take_slots(mass, index), -jnp.inf)
         seen = None
         if options.window is not None:
             seen = visible_slots(mass, take_slots(cache.position, index), positions, options.window)
         k, v = take_slots(step.keys, index), take_slots(values, index)
-        fitted = fit(
-            q, k, v, mass, out, lse, scale=options.scale, soft_cap=options.soft_cap, seen=seen
-        )
+        log_mass, v = fit(
+            q, k, v, mass, out, lse, scale=options.scale, soft_cap=options.soft_cap, seen=seen,
+            fitted=fitted,
+        )  # fmt: skip
         return dataclasses.replace(
-            keep, values=write_slots(values, kept, fitted.v),
-            log_mass=write_slots(cache.log_mass, kept, fitted.log_mass),
+            keep, values=write_slots(values, kept, v),
+            log_mass=write_slots(cache.log_mass, kept, log_mass),
         )  # fmt: skip
 
     def _newest_others(self, cache: KVCache, others: Bool[Array, "B H S"]) -> Bool[Array, "B H S"]:
