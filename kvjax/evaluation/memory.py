@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TypeVar
 import jax
 
 from kvjax import compiled_code
+from kvjax.freed_memory import give_back_freed
 
 T = TypeVar("T")
 
@@ -66,13 +66,6 @@ def with_peak(run: Callable[[], T]) -> tuple[T, int | None]:
     before = resident("VmRSS")
     result = run()
     return result, max(resident("VmHWM") - before, 0)
-
-
-def give_back_freed() -> None:
-    """Gives freed memory that the C library has kept back to the system, as far as possible."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
-    if trim is not None:
-        trim(0)
 
 
 def drop_compiled_code() -> None:

@@ -110,3 +110,15 @@ def test_no_layer_holds_what_it_has_read(monkeypatch):
     read(LAYERED["pyramidkv"], on_layer=lambda layer: count(after_layers))
     assert before_compressing == [start + 2] * LAYERS  # keys and values of the layer at work
     assert after_layers == [start] * LAYERS
+
+
+@pytest.mark.parametrize("long_prompt, calls", [(40, LAYERS), (10_000, 0)])
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU has memory of its own")
+def test_freed_memory_is_given_back_after_each_layer_of_a_long_prompt(
+    long_prompt, calls, monkeypatch
+):
+    given_back = []
+    monkeypatch.setattr(prompt_pass, "LONG_PROMPT", long_prompt)
+    monkeypatch.setattr(prompt_pass, "give_back_freed", lambda: given_back.append(1))
+    read(kvjax.Full())
+    assert len(given_back) == calls
