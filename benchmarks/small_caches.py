@@ -73,18 +73,19 @@ def parts(args: argparse.Namespace) -> dict[str, list[str]]:
         return [task, "--method", ",".join(texts), "--cases", str(cases), *rest]
 
     single, several = NEEDLES
-    fewer = min(args.cases, 20)
-    return {
+    fewer, every = min(args.cases, 20), [*methods, *by_head(fitted, 0.05)]
+    made = {
         "needles": run(single, methods, args.cases, *essays),
         "fit": run(single, by_head(fitted, 0.05, 0.03, 0.02), args.cases, *essays),
-        "loss": run(
-            "perplexity", [*methods, *by_head(fitted, 0.05)], fewer, "--text", args.held_out,
-            *length,
-        ),
+        "loss": run("perplexity", every, fewer, "--text", args.held_out, *length),
         "parts_of_it": run(single, parts_of_it, fewer, *essays),
-        "multikey": run(several, [*methods, *by_head(fitted, 0.05)], args.cases, *essays),
+        "multikey": run(several, every, args.cases, *essays),
         "chat": run(single, by_head(KVZIP, 0.1, 0.05), fewer, *essays, "--chat"),
     }  # fmt: skip
+    if args.dataset:
+        folder, task = os.path.split(args.dataset.removesuffix(".jsonl"))
+        made["longbench"] = run(task, every, args.cases, "--data", folder, *length)
+    return made
 
 
 def main() -> None:
@@ -94,13 +95,15 @@ def main() -> None:
     parser.add_argument("--text", required=True, help="what RULER's needles are hidden in")
     parser.add_argument("--sample", required=True, help="text from which profiles are made")
     parser.add_argument("--held-out", required=True, help="text whose loss is measured")
+    parser.add_argument("--dataset", help="file of a LongBench task, for the part `longbench`")
     parser.add_argument("--length", type=int, required=True, help="tokens of a prompt")
     parser.add_argument("--cases", type=int, default=50, help="of each task")
     parser.add_argument("--only", metavar="NAME", nargs="+", help="parts to run")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
-    for name in ("model", "text", "sample", "held_out"):
-        setattr(args, name, os.path.abspath(getattr(args, name)))
+    for name in ("model", "text", "sample", "held_out", "dataset"):
+        if getattr(args, name) is not None:
+            setattr(args, name, os.path.abspath(getattr(args, name)))
     out, every = Path(args.out).absolute(), parts(args)
     names = args.only or list(every)
     for name in names:
