@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -16,10 +14,6 @@ from pallas_kernels.base.rows import block_of, over_blocks
 from pallas_kernels.base.varying import varying
 
 QUERIES = 1024  # of a block: it has as many rows of weights, beside P × P sums
-# A head is computed with the smallest of these parts of S that has its live slots. Of heads that
-# share a budget, few keep most of their tokens, and sums take time with the square of slots.
-PARTS_OF_SLOTS = (1 / 16, 1 / 4, 1)
-FEWEST_SLOTS = 64  # of a part: smaller ones would save nothing
 # In 24 heads of SmolLM2 that keep a twentieth, the error of masses is .2593 after 100 rounds and
 # .2589 after 300. The bounds are those of the authors for keys that are chosen by their attention.
 # With e^7 in place of e^3, it is .85 in place of .51 for queries that are not fitted.
@@ -66,8 +60,7 @@ def fit(
     before for these queries.
 
     Memory is O(P² + 1024·S) for P slots that may be fitted: heads come one after the other, queries
-    in blocks. Time grows with `P·S` of a head, where S is its last live slot, rounded up to a
-    sixteenth, a quarter or all of the slots.
+    in blocks. Time grows with `P·S`.
 
     Args:
       q: queries whose attention is to stay, grouped under their KV head and rotated: those of
@@ -112,26 +105,9 @@ def fit(
       ([[[2.0, 2.0]]], [[4.0, 5.0, 6.0, 7.0], [8.0, 9.0, 10.0, 11.0]])
     """
     _check(q, k, v, log_mass, out, lse, fitted)
-    slots = k.shape[2]
-    fewest = min(FEWEST_SLOTS, slots)
-    parts = sorted({max(math.ceil(part * slots), fewest) for part in PARTS_OF_SLOTS})
-
-    def fit_first(head: tuple[Array, ...], count: int) -> tuple[Array, Array]:
-        """Fits a head whose live slots are among its first ones."""
-        q, out, lse, k, v, log_mass, fitted, *seen = head
-        new_mass, new_v = _fit_head(
-            q, out, lse, k[:count], v[:count], log_mass[:count], fitted[:count],
-            *(x[:, :count] for x in seen), scale=scale, soft_cap=soft_cap,
-        )  # fmt: skip
-        free = (0, slots - count)
-        return jnp.pad(new_mass, free, constant_values=-jnp.inf), jnp.pad(new_v, (free, (0, 0)))
 
     def fit_head(head: tuple[Array, ...]) -> tuple[Array, Array]:
-        numbers = jnp.arange(1, slots + 1, dtype=jnp.int32)
-        used = jnp.where(head[5] > -jnp.inf, numbers, 0).max(initial=0)
-        part = (used > jnp.asarray(parts[:-1], jnp.int32)).sum(dtype=jnp.int32)
-        fits = [functools.partial(fit_first, count=count) for count in parts]
-        return jax.lax.switch(part, fits, head)
+        return _fit_head(*head, scale=scale, soft_cap=soft_cap)
 
     # All sums are of products in float32: in TF32, rounding would be larger than the ridge.
     with jax.default_matmul_precision("highest"):
@@ -157,15 +133,15 @@ def _fit_head(
     soft_cap: float | None,
 ) -> tuple[Float[Array, " S"], Float[Array, "S D"]]:
     """Returns log-masses and values of one KV head."""
-    live, dtype, first = log_mass > -jnp.inf, v.dtype, fitted.size
-    fitted &= live[:first]
-    behind = (0, live.size - first)
+    live, dtype, most = log_mass > -jnp.inf, v.dtype, fitted.size
+    fitted &= live[:most]
+    behind = (0, live.size - most)
     mass_of_others = jnp.where(jnp.pad(fitted, behind), 0, jnp.exp(log_mass))
     visible = (lse > -jnp.inf)[:, None]
     if seen is not None:
         visible &= jnp.tile(seen, (lse.size // seen.shape[0], 1))
     k, v = (jnp.where(live[:, None], x, 0) for x in (k, v.astype(jnp.float32)))
-    square = jnp.zeros((first, first), jnp.float32)
+    square = jnp.zeros((most, most), jnp.float32)
 
     def sum_over_queries(of_block, start):
         """Sums what a function returns for the logits `[n, S]` and the rest of some queries."""
@@ -187,28 +163,26 @@ def _fit_head(
     def for_masses(logits, out_n, lse_n):
         ratio = jnp.exp(logits - finite_or_zero(lse_n)[:, None])
         rest = 1 - ratio @ mass_of_others
-        ratio = jnp.where(fitted[None], ratio[:, :first], 0)
+        ratio = jnp.where(fitted[None], ratio[:, :most], 0)
         return ratio.T @ ratio, rest @ ratio
 
     def for_values(logits, out_n, lse_n):
         weights, error = _mixed(logits, out_n, new_mass, v)
-        weights = jnp.where(fitted[None], weights[:, :first], 0)
+        weights = jnp.where(fitted[None], weights[:, :most], 0)
         return weights.T @ weights, weights.T @ error
 
-    def squared_error(mass, values):
-        def of_block(logits, out_n, lse_n):
-            return jnp.square(_mixed(logits, out_n, mass, values)[1]).sum()
-
-        return sum_over_queries(of_block, jnp.float32(0))
+    def for_errors(logits, out_n, lse_n):
+        each = (_mixed(logits, out_n, mass, values)[1] for mass, values in candidates)
+        return jnp.stack([jnp.square(error).sum() for error in each])
 
     gram, sums = sum_over_queries(for_masses, (square, square[0]))
     new_mass = jnp.pad(_masses(gram, sums), behind)
     new_mass = jnp.where(jnp.pad(fitted, behind), new_mass, log_mass)
-    gram, moments = sum_over_queries(for_values, (square, jnp.zeros_like(v[:first])))
+    gram, moments = sum_over_queries(for_values, (square, jnp.zeros_like(v[:most])))
     new_v = v + jnp.pad(_added_values(gram, moments, fitted), (behind, (0, 0)))
     new_v = new_v.astype(dtype).astype(jnp.float32)
     candidates = (log_mass, v), (new_mass, v), (new_mass, new_v)
-    errors = jnp.stack([squared_error(*candidate) for candidate in candidates])
+    errors = sum_over_queries(for_errors, jnp.zeros(len(candidates), jnp.float32))
     best = jnp.argmin(jnp.where(jnp.isnan(errors), jnp.inf, errors))
     mass, values = (jnp.stack(x)[best] for x in zip(*candidates, strict=True))
     return mass, values.astype(dtype)
