@@ -243,7 +243,7 @@ def test_queries_are_those_of_every_nth_token(most_tokens):
 
 
 def test_of_each_head_no_more_than_four_times_the_budget_are_fitted():
-    """Of documents with 32, 24 and 30 tokens, half would be 16, 12 and 15 slots."""
+    """Rows have 32, 24 and 30 tokens. Four times the budget is half of them."""
     shares = HeadShares(((0.5, 0.8),), layers=(0,), minimum=1, budget=0.5 / MOST_FITTED)
     caches = [read(method(fit, shares), seed=3)[0] for fit in (True, False)]
     all_of_it, _ = read(method(True, 0.5), seed=3)
