@@ -12,22 +12,42 @@ def logits(q: np.ndarray, k: np.ndarray, scale: float, soft_cap: float | None = 
     return x if soft_cap is None else soft_cap * np.tanh(x / soft_cap)
 
 
-def mass_error(x: np.ndarray, lse: np.ndarray, mass: np.ndarray) -> float:
-    """|| A B - 1 || with A[n, s] = exp(x[n, s] - lse[n])."""
-    return float(np.linalg.norm(np.exp(x - lse[:, None]) @ mass - 1))
+def mass_error(
+    x: np.ndarray,
+    lse: np.ndarray,
+    mass: np.ndarray,
+    lookups: float,
+    fitted: np.ndarray | None = None,
+) -> float:
+    """Square root of || A B - 1 ||^2 + c || B - 1 ||^2 with A[n, s] = exp(x[n, s] - lse[n]).
+
+    c is `lookups` times the number of queries.  The second term has the slots that are fitted.
+    """
+    fitted = np.ones(x.shape[1], bool) if fitted is None else fitted
+    off = np.exp(x - lse[:, None]) @ mass - 1
+    others = lookups * len(x) * np.square(mass[fitted] - 1).sum()
+    return float(np.sqrt(np.square(off).sum() + others))
 
 
 def masses(
-    x: np.ndarray, lse: np.ndarray, lowest: float, highest: float, fitted: np.ndarray | None = None
+    x: np.ndarray,
+    lse: np.ndarray,
+    lowest: float,
+    highest: float,
+    lookups: float,
+    fitted: np.ndarray | None = None,
 ) -> np.ndarray:
-    """argmin_{B >= 0} || A B - 1 ||, and then between two masses.
+    """argmin_{B >= 0} || A B - 1 ||^2 + c || B - 1 ||^2, and then between two masses.
 
-    Slots that are not fitted have a mass of 1.
+    Slots that are not fitted have a mass of 1.  c is `lookups` times the number of queries; rows
+    sqrt(c) I under A are the second term.
     """
     fitted = np.ones(x.shape[1], bool) if fitted is None else fitted
     ratio, found = np.exp(x - lse[:, None]), np.ones(x.shape[1])
-    rest = 1 - ratio[:, ~fitted].sum(1)
-    least, _ = nnls(ratio[:, fitted], rest, maxiter=100 * x.shape[1])
+    root, number = np.sqrt(lookups * len(x)), fitted.sum()
+    rows = np.concatenate([ratio[:, fitted], root * np.eye(number)])
+    wanted = np.concatenate([1 - ratio[:, ~fitted].sum(1), np.full(number, root)])
+    least, _ = nnls(rows, wanted, maxiter=100 * x.shape[1])
     found[fitted] = np.clip(least, lowest, highest)
     return found
 
@@ -43,19 +63,18 @@ def values(
     mass: np.ndarray,
     v: np.ndarray,
     out: np.ndarray,
-    ridge: float,
+    lookups: float,
     fitted: np.ndarray | None = None,
 ) -> np.ndarray:
-    """V + argmin_dV || X (V + dV) - Y ||^2 + lambda || dV ||^2.
+    """V + argmin_dV || X (V + dV) - Y ||^2 + c || dV ||^2.
 
-    lambda is `ridge` times the mean diagonal of X^T X, for the slots that are fitted; dV is 0 for
-    the others.  Rows sqrt(lambda) I under X, and zeros under Y, are the second term.
+    dV is 0 for slots that are not fitted.  c is `lookups` times the number of queries; rows
+    sqrt(c) I under X, and zeros under Y, are the second term.
     """
     fitted = np.ones(len(v), bool) if fitted is None else fitted
     share = weights(x, mass)
     error, share, number = out - share @ v, share[:, fitted], fitted.sum()
-    root = np.sqrt(ridge * np.square(share).sum() / number)
-    rows = np.concatenate([share, root * np.eye(number)])
+    rows = np.concatenate([share, np.sqrt(lookups * len(x)) * np.eye(number)])
     wanted = np.concatenate([error, np.zeros((number, v.shape[1]))])
     new = v.copy()
     new[fitted] += np.linalg.lstsq(rows, wanted, rcond=None)[0]

@@ -19,6 +19,7 @@ from tests.support.tolerances import close
 from tests.transforms.test_kvzip import PIECE, Documents
 
 LOWEST, HIGHEST = np.exp(fit_module.LOG_MASSES)
+LOOKUPS = fit_module.LOOKUPS
 
 
 class Fitted(Documents):
@@ -85,10 +86,10 @@ def test_masses_and_values_are_those_of_scipy(name):
     better = 0
     for (row, head), before, found, x, lse, out in both.systems():
         mass = np.exp(found["log_mass"].astype(float))
-        expected = reference.masses(x, lse, LOWEST, HIGHEST)
-        off, least = (reference.mass_error(x, lse, masses) for masses in (mass, expected))
+        expected = reference.masses(x, lse, LOWEST, HIGHEST, LOOKUPS)
+        off, least = (reference.mass_error(x, lse, masses, LOOKUPS) for masses in (mass, expected))
         assert off < 1.01 * least + 1e-3, (row, head)
-        values = reference.values(x, mass, before, out, fit_module.RIDGE)
+        values = reference.values(x, mass, before, out, LOOKUPS)
         close(found["v"], values, "accumulated", f"row {row}, head {head}")
         errors = [
             np.linalg.norm(reference.weights(x, masses) @ v - out)

@@ -215,8 +215,9 @@ class KVzip(PromptBudget):
         tokens = cache.slots - cache.capacity  # of this prompt, padded
         if tokens > self.room:
             raise ValueError(
-                f"{self!r} must see a prompt repeated, or the prompt must fit into room, got one "
-                f"of up to {tokens} tokens: read it by kvjax.read, or give KVzip more room"
+                f"KVzip(room={self.room}) must see a prompt repeated, or the prompt must fit into "
+                f"room, got one of up to {tokens} tokens: read it by kvjax.read, or give KVzip "
+                "more room"
             )
         live = evictable(cache)
         keep = live & (document | self._newest_others(cache, live & ~document))
