@@ -20,9 +20,9 @@ from kvjax.rope import Rope
 
 T = TypeVar("T")
 
-# Tokens of a repetition whose queries are kept. When SmolLM2 keeps a tenth of 1,024 tokens of
-# WikiText in each head, what follows loses .57 nats without a fit, .59 with one to the queries of a
-# quarter of the tokens, .48 of half of them, and .42 of all.
+# Tokens of a repetition whose queries are kept. Of six needles in 1,024 tokens, Qwen2.5-Coder-0.5B
+# finds six with a twentieth and a fit to the queries of half of the tokens, as to those of all;
+# without the lookups of the fit it is one.
 SAMPLE = 2048
 
 
