@@ -221,7 +221,8 @@ def with_large_values(*positions, **arguments) -> Documents:
 
 def test_a_prompt_without_repetition_has_to_fit_into_the_room():
     both = Documents(room=10)
-    with pytest.raises(ValueError, match=r"room=10\) must see a prompt .* of up to 56 tokens"):
+    message = r"room=10\) must see a prompt repeated, .* of up to 56 tokens"
+    with pytest.raises(ValueError, match=message):
         both.question((12, 3, 1), width=56)
 
 

@@ -150,7 +150,7 @@ def _fit_head(
     behind = (0, live.size - most)
     mass_of_others = jnp.where(jnp.pad(fitted, behind), 0, jnp.exp(log_mass))
     visible = (lse > -jnp.inf)[:, None]
-    lookups *= jnp.maximum(visible.sum(dtype=jnp.float32), 1)
+    lookups_of_slot = lookups * jnp.maximum(visible.sum(dtype=jnp.float32), 1)
     if seen is not None:
         visible &= jnp.tile(seen, (lse.size // seen.shape[0], 1))
     k, v = (jnp.where(live[:, None], x, 0) for x in (k, v.astype(jnp.float32)))
@@ -189,10 +189,10 @@ def _fit_head(
         return jnp.stack([jnp.square(error).sum() for error in each])
 
     gram, sums = sum_over_queries(for_masses, (square, square[0]))
-    new_mass = jnp.pad(_masses(gram, sums, lookups), behind)
+    new_mass = jnp.pad(_masses(gram, sums, lookups_of_slot), behind)
     new_mass = jnp.where(jnp.pad(fitted, behind), new_mass, log_mass)
     gram, moments = sum_over_queries(for_values, (square, jnp.zeros_like(v[:most])))
-    new_v = v + jnp.pad(_added_values(gram, moments, lookups), (behind, (0, 0)))
+    new_v = v + jnp.pad(_added_values(gram, moments, lookups_of_slot), (behind, (0, 0)))
     new_v = new_v.astype(dtype).astype(jnp.float32)
     candidates = (log_mass, v), (new_mass, v), (new_mass, new_v)
     errors = sum_over_queries(for_errors, jnp.zeros(len(candidates), jnp.float32))
@@ -219,29 +219,30 @@ def _mixed(
 
 
 def _masses(
-    gram: Float[Array, "P P"], sums: Float[Array, " P"], lookups: Float[Array, ""]
+    gram: Float[Array, "P P"], sums: Float[Array, " P"], lookups_of_slot: Float[Array, ""]
 ) -> Float[Array, " P"]:
     """Solves for log-masses, given `AᵀA` and `Aᵀr` of the ratios `A = exp(x - lse)`.
 
     Each row of `r` is what slots that are not fitted leave of 1. With `R` for which
-    `RᵀR = AᵀA + lookups`, the minimum of `‖R B − R⁻ᵀ(Aᵀr + lookups)‖` is that of all rows.
+    `RᵀR = AᵀA + c`, and c for `lookups_of_slot`, `‖R B − R⁻ᵀ(Aᵀr + c)‖` and
+    `‖A B − r‖² + c ‖B − 1‖²` have the same minimum.
     """
     import optax  # here, so that importing kvjax does without it
 
-    gram = gram + lookups * jnp.eye(sums.size, dtype=gram.dtype)
+    gram = gram + lookups_of_slot * jnp.eye(sums.size, dtype=gram.dtype)
     length = jnp.sqrt(jnp.diagonal(gram))
     gram = gram / length[:, None] / length[None]
     upper = jnp.linalg.cholesky(gram + _rounding(gram) * jnp.eye(sums.size, dtype=gram.dtype)).T
-    target = solve_triangular(upper, (sums + lookups) / length, trans=1)
+    target = solve_triangular(upper, (sums + lookups_of_slot) / length, trans=1)
     masses = optax.nnls(upper, target, ROUNDS) / length
     return jnp.clip(jnp.log(masses), *LOG_MASSES)
 
 
 def _added_values(
-    gram: Float[Array, "P P"], moments: Float[Array, "P D"], lookups: Float[Array, ""]
+    gram: Float[Array, "P P"], moments: Float[Array, "P D"], lookups_of_slot: Float[Array, ""]
 ) -> Float[Array, "P D"]:
-    """Solves `(XᵀX + lookups) dV = Xᵀ(out − X v)`."""
-    ridge = jnp.maximum(lookups, _rounding(gram) * jnp.diagonal(gram).mean())
+    """Solves `(XᵀX + c) dV = Xᵀ(out − X v)`, with c for `lookups_of_slot`."""
+    ridge = jnp.maximum(lookups_of_slot, _rounding(gram) * jnp.diagonal(gram).mean())
     return cho_solve(cho_factor(gram + ridge * jnp.eye(len(gram), dtype=gram.dtype)), moments)
 
 
