@@ -49,7 +49,7 @@ SITUATIONS = {
     "The same, of a document that is read once, and less of it may be kept.": (
         '--method "by_head(kvzip(fit=True))" --budget 0.05',
         ("by_head(kvzip(budget=0.05, room=64, fit=True), profile='heads.safetensors')", None),
-        "{found} of 20 needles with {share} of the bytes",
+        "{found} with {share} of the bytes, in bfloat16",
     ),
     "The same, and the host has memory.": (
         '--method "chain(clusterkv, offload)" --budget 0.1', ("clusterkv", 0.1),
@@ -365,7 +365,7 @@ def tables() -> tuple[list[Results], dict[str, str]]:
         **{folder: scores([results]) for folder, results in folders.items()},
         **{f"method_{path.stem}": scores(measured, path.stem) for path in METHODS.glob("*.md")},
         "choose": choosing(measured),
-        "situations": situations([folders["needles"], folders["fit_small_smollm2"]]),
+        "situations": situations([folders["needles"], folders["fit_small_smollm2_h200"]]),
         "first": first(folders["needles"]),
         **{made.__name__: made(read("vs_kvpress_kvzip_smollm2")["rows"]) for made in KVZIP},
     }

@@ -29,6 +29,7 @@ from kvjax.attention.layer import layer_caches
 from kvjax.models import from_pretrained, load_tokenizer
 
 READ_TOKENS, STEP_TOKENS, BYTES_TOKENS, COMPILED_TOKENS = (1024, 4000), 7900, 4096, 1024
+WHAT = "compiling", "bytes", "reading", "step"
 ROOM, NEW = 64, 32  # tokens of questions and answers
 BUDGET = 0.05
 COMPILED: list[str] = []  # an entry for each program that XLA compiles
@@ -145,23 +146,29 @@ def main() -> None:
     parser.add_argument("--text", required=True, help="UTF-8 file of at least 10,000 tokens")
     parser.add_argument("--profile", required=True, help="file of kvjax profile")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=WHAT, default=WHAT)
+    parser.add_argument("--read", type=int, nargs="+", default=READ_TOKENS, help="tokens to read")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     measure = Measure(args.model, args.text, args.profile)
     settings = {"model": Path(args.model).name, "budget": BUDGET, "rounds": args.rounds}
     rows = Rows(args.out, {"benchmark": "small_cache_times", "settings": settings})
+
+    def lacks(what: str, **key: object) -> bool:
+        return what in args.only and not rows.has(what=what, **key)
+
     for name in ("snapkv", "by_head"):  # first, as long as nothing is compiled
-        if not rows.has(what="compiling", method=name):
+        if lacks("compiling", method=name):
             row = measure.compiling(name, COMPILED_TOKENS)
             rows.add(what="compiling", method=name, tokens=COMPILED_TOKENS, **row)
     for name in measure.methods:
-        if not rows.has(what="bytes", method=name):
+        if lacks("bytes", method=name):
             row = measure.bytes(name, BYTES_TOKENS)
             rows.add(what="bytes", method=name, tokens=BYTES_TOKENS, **row)
-    for tokens in READ_TOKENS:
-        if not rows.has(what="reading", tokens=tokens):
+    for tokens in args.read:
+        if lacks("reading", tokens=tokens):
             rows.add(what="reading", tokens=tokens, **measure.reading(tokens, args.rounds))
-    if not rows.has(what="step"):
+    if lacks("step"):
         names = ("full", "snapkv", "by_head", "by_head, 8 bits")
         rows.add(what="step", tokens=STEP_TOKENS, **measure.step(names, STEP_TOKENS, args.rounds))
 

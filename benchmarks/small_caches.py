@@ -73,14 +73,14 @@ def parts(args: argparse.Namespace) -> dict[str, list[str]]:
         return [task, "--method", ",".join(texts), "--cases", str(cases), *rest]
 
     single, several = NEEDLES
-    fewer, every = min(args.cases, 20), [*methods, *by_head(fitted, 0.05)]
+    windows, every = min(args.cases, 20), [*methods, *by_head(fitted, 0.05)]
     made = {
         "needles": run(single, methods, args.cases, *essays),
         "fit": run(single, by_head(fitted, 0.05, 0.03, 0.02), args.cases, *essays),
-        "loss": run("perplexity", every, fewer, "--text", args.held_out, *length),
-        "parts_of_it": run(single, parts_of_it, fewer, *essays),
+        "loss": run("perplexity", every, windows, "--text", args.held_out, *length),
+        "parts_of_it": run(single, parts_of_it, args.cases, *essays),
         "multikey": run(several, every, args.cases, *essays),
-        "chat": run(single, by_head(KVZIP, 0.1, 0.05), fewer, *essays, "--chat"),
+        "chat": run(single, by_head(KVZIP, 0.1, 0.05), args.cases, *essays, "--chat"),
     }  # fmt: skip
     if args.dataset:
         folder, task = os.path.split(args.dataset.removesuffix(".jsonl"))
