@@ -44,6 +44,11 @@ def write_slots(x: Array, index: Int[Array, "B H T"], rows: Array) -> Array:
         # One number for each head. XLA on CPUs compiles every scatter of a program by itself, but
         # shares such a pass over scalars among all layers.
         return jnp.where(jax.lax.broadcasted_iota(index.dtype, x.shape, 2) == index, rows, x)
+    if index.size == 1:
+        # A second row that is written nowhere. XLA turns a scatter of a single row into an update
+        # of a slice, and then copies x: all of the cache of a group of one head, in every step.
+        index = jnp.concatenate((index, jnp.full_like(index, x.shape[2])), 2)
+        rows = jnp.concatenate((rows, rows), 2)
     return _scatter(x, index, rows)
 
 

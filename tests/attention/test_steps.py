@@ -15,7 +15,7 @@ import kvjax
 from kvjax.testing import OWN_CONDITIONS, control_flow
 from tests.compose.test_conformance import CASES, names
 from tests.conftest import AS_USERS
-from tests.support.attending import Tokens, new_cache, parts, the_rope
+from tests.support.attending import KV_HEADS, Tokens, new_cache, parts, the_rope
 from tests.support.hlo_text import Program
 
 # Rows of a store in host memory come run by run; sums in which a free slot's NaN is are made again,
@@ -54,7 +54,7 @@ def store_of(payload):
     return max(codes or leaves, key=lambda x: math.prod(x.shape))
 
 
-def compiled_steps(transform, cache, count=16):
+def compiled_steps(transform, cache, tokens, count=16):
     """Steps with a donated cache, as XLA compiles them for CPU."""
 
     def loop(cache, q, k, v, at):
@@ -67,21 +67,33 @@ def compiled_steps(transform, cache, count=16):
 
         return jax.lax.fori_loop(0, count, step, (cache, jnp.zeros_like(q)))
 
-    tokens = [jnp.asarray(x) for x in Tokens.random().at(np.full((3, 1), 24))]
     lowered = jax.jit(loop, donate_argnums=0).lower(cache, *tokens)
     return Program(lowered.compile(FUSED_AS_USERS).as_text())
+
+
+def copies_of_stores(transform, rows, kv_heads):
+    """Lines of compiled steps that make an array of the type and size of a store, other than by
+    changing rows in place."""
+    cache = jax.eval_shape(lambda: new_cache(transform, batch=rows, kv_heads=kv_heads))
+    payloads = [x for part in parts(transform, cache) for x in (part.cache.kv.k, part.cache.kv.v)]
+    stored = {(TYPES[str(x.dtype)], math.prod(x.shape)) for x in map(store_of, payloads)}
+    tokens = Tokens.random(rows, kv_heads=kv_heads).at(np.full((rows, 1), 24))
+    program = compiled_steps(transform, cache, tokens)
+    copies = []
+    for line in program.copies(min(elements for _, elements in stored), kernel="none"):
+        made = {(kind, math.prod(map(int, shape.split(",")))) for kind, shape in MADE.findall(line)}
+        copies += [line] * bool(made & stored)
+    return copies
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA makes of it on CPU")
 @pytest.mark.parametrize("name", names(CASES, "chelsea"))
 def test_no_step_copies_keys_or_values(name):
-    """Nothing of the type and size of a store is made, but by changing rows in place."""
-    cache = jax.eval_shape(lambda: new_cache(CASES[name]))
-    payloads = [x for part in parts(CASES[name], cache) for x in (part.cache.kv.k, part.cache.kv.v)]
-    stored = {(TYPES[str(x.dtype)], math.prod(x.shape)) for x in map(store_of, payloads)}
-    program = compiled_steps(CASES[name], cache)
-    copies = []
-    for line in program.copies(min(elements for _, elements in stored), kernel="none"):
-        made = {(kind, math.prod(map(int, shape.split(",")))) for kind, shape in MADE.findall(line)}
-        copies += [line] * bool(made & stored)
+    copies = copies_of_stores(CASES[name], 3, KV_HEADS)
     assert len(copies) == PASSES.get(name, 0), copies
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA makes of it on CPU")
+def test_no_step_copies_what_one_head_of_one_row_holds():
+    """A token's row is the only one that is written, as in a group of one head (`ByHead`)."""
+    assert copies_of_stores(kvjax.Full(), 1, 1) == []
