@@ -7,9 +7,10 @@ A process of each checkout loads the model, `--load-rounds` times anew: the row 
 seconds, and the most memory beyond what the process had before. For each method and length of
 prompt, both compile first: `--compile-rounds` times from nothing, one process after the other. Then
 they generate the same tokens from the same prompt in turns, so that drift of the machine hits both
-alike. `ratio` divides the median of this checkout by that of the other one; below 1 this checkout
-is faster. `quarters` are the quartiles of the ratios of single rounds. `same_tokens` counts how
-many tokens both generated alike before the first difference.
+alike. Profiles of heads are made before, of the text's end. `ratio` divides the median of this
+checkout by that of the other one; below 1 this checkout is faster. `quarters` are the quartiles of
+the ratios of single rounds. `same_tokens` counts how many tokens both generated alike before the
+first difference.
 
 PyTorch (`--torch`, where transformers and torch are installed) reads the same weights with
 `scaled_dot_product_attention` and the full cache. The floors are the time to read the weights and
@@ -40,7 +41,11 @@ METHODS = {
     "quest": "Quest(1024)",
     "spindlekv": "SpindleKV(0.5)",
     "quantize": "Quantize(8)",
+    "by_head(kvzip)": "ByHead(KVzip(0.2, room=64))",
+    "by_head(kvzip(fit))": "ByHead(KVzip(0.2, room=64, fit=True))",
 }
+
+SAMPLE_TOKENS = 1024  # the end of the text, of which profiles of heads are made
 
 
 def work(checkout: str, model_path: str) -> None:
@@ -59,15 +64,19 @@ def work(checkout: str, model_path: str) -> None:
     jax.block_until_ready(nnx.state(model))
     loading = {"seconds": time.perf_counter() - start, "peak": resident("VmHWM") - before}
     print(json.dumps(loading), flush=True)
+    transforms: dict[str, kvjax.KVTransform] = {}
     for line in sys.stdin:
         request = json.loads(line)
+        method = request["method"]
+        if method not in transforms:
+            # Names of kvjax are imported when they are asked for.
+            transform = eval(METHODS[method], {name: getattr(kvjax, name) for name in dir(kvjax)})
+            transforms[method] = kvjax.calibrated(transform, model, [request["sample"]])
         if request["from_nothing"]:
             jax.clear_caches()
-        # Names of kvjax are imported when they are asked for.
-        transform = eval(METHODS[request["method"]], {n: getattr(kvjax, n) for n in dir(kvjax)})
         result = kvjax.generate(
-            model, [request["prompt"]], transform=transform, max_new_tokens=request["new"],
-            end_tokens=(),
+            model, [request["prompt"]], transform=transforms[method],
+            max_new_tokens=request["new"], end_tokens=(),
         )  # fmt: skip
         answer = {
             "first_token": result.ttft_s, "step": result.tpot_s, "compile": result.compile_s,
@@ -222,7 +231,10 @@ def main() -> None:
         for tokens in args.prompt_tokens:
             if rows.has(method=method, prompt_tokens=tokens):
                 continue
-            request = {"method": method, "prompt": ids[:tokens], "new": args.new}
+            request = {
+                "method": method, "prompt": ids[:tokens], "new": args.new,
+                "sample": ids[-SAMPLE_TOKENS:],
+            }  # fmt: skip
             compiled: dict[str, list] = {"this": [], "other": []}
             timed: dict[str, list] = {side: [] for side in sides}
             if method != "full":
