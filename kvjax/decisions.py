@@ -20,7 +20,7 @@ from kvjax.cache.remainders import exact_values, write_values
 from kvjax.cache.selection import evict_worst, evictable, keep_best, newest
 from kvjax.cache.slots import KVCache, evict
 from kvjax.devices import all_heads
-from kvjax.protocol import GroupReduce, KVTransform, State, Step
+from kvjax.protocol import GroupReduce, KVTransform, State, Step, decided_by
 
 Rows = Bool[Array, " B"] | Bool[Array, "B H"]
 
@@ -283,8 +283,8 @@ class Changed(Decision):
     rewrites: ClassVar[bool] = True
 
     def apply(self, cache: KVCache, step: Step) -> KVCache:
-        """Returns that cache."""
-        return self.cache
+        """Returns that cache, of which all columns can be read that could before."""
+        return self.cache.replace(withheld=cache.withheld)
 
 
 def carry_out(decision: Decision, cache: KVCache, step: Step) -> KVCache:
@@ -298,7 +298,7 @@ def carry_out(decision: Decision, cache: KVCache, step: Step) -> KVCache:
     decision = decision.concerning(rows)
     concerned = decision.concerned()
     for name, values in decision.columns.items():
-        old = cache.column(name)
+        old = cache.columns[name].values
         which = concerned.reshape(*concerned.shape, *(1,) * (old.ndim - 3))
         cache = cache.with_column(name, jnp.where(which, values, old))
     return decision.apply(cache, step)
@@ -310,9 +310,9 @@ def made_by(
     """A transform's decision at the moment of a step, and its state.
 
     Raises:
-      TypeError: it has returned something else.
+      TypeError: it has returned something else, or reads what its `needs` do not ask for.
     """
-    made = getattr(transform, f"on_{step.moment}")(cache, state, step)
+    made = decided_by(transform, cache, state, step)
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Decision | None):
         if isinstance(made[0], Keep):
             made[0].check(cache, f"{type(transform).__name__}.on_{step.moment}")

@@ -17,8 +17,10 @@ A method that overrides one of them takes part in that moment; nothing else has 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -28,7 +30,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.payload import of_rows, sum_into, take_slots
-from kvjax.cache.slots import KVCache
+from kvjax.cache.slots import KVCache, NotAskedFor
 from kvjax.rope import Rope
 
 if TYPE_CHECKING:
@@ -163,6 +165,39 @@ class Needs(NamedTuple):
         share = 1 + int(self.query_share * max_prompt) if self.query_share else 0
         return max(self.query_window, share)
 
+    def asks_for(self, name: str) -> bool:
+        """Tells whether a field of `Step` or `View`, or a column, is asked for (`REQUESTS`)."""
+        return any(getattr(self, request) for request in REQUESTS[name])
+
+
+ATTENTION = "attention"  # the column of accumulated attention
+REQUESTS = {  # what a method can read only if one of these fields of `Needs` asks for it
+    "mass": ("decode_mass",),
+    "query": ("query_window", "query_share"),
+    "query_position": ("query_window", "query_share"),
+    "repetition": ("repetition",),
+    "repetition_query": ("repetition_queries",),
+    "repetition_position": ("repetition_queries",),
+    "predicted": ("predicted_query",),
+    ATTENTION: ("accumulated_attention",),
+}
+
+
+def on_request(**arrays: Array | None) -> dict[str, Array | None]:
+    """Returns the `requested` of a `Step` or `View`: None for all that these arrays are not."""
+    return {name: arrays.get(name) for name in REQUESTS}
+
+
+def _asked_for(requested: dict[str, Any], name: str) -> Any:
+    """Returns what was computed on request.
+
+    Raises:
+      NotAskedFor: the method that reads has not asked for it.
+    """
+    if name not in requested:
+        raise NotAskedFor(name)
+    return requested[name]
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -200,22 +235,9 @@ class Step:
     Args:
       rows: the rows that it concerns: those that had tokens in the prompt or in the step; at a
         flush, all of them. Decisions about other rows are not carried out.
-      mass: attention probability that each slot received in a decode step, per query head,
-        `[B, Q, S]` float32; None unless needed, and at other moments.
       keys: rotated keys of all slots as attention sees them, `[B, H, S, D]`, for methods that evict
         or merge; None in a decode step, and for methods that store, index or place, which read
         `cache.k`.
-      query: each row's last W queries of this prompt, rotated, oldest first, `[B, Q, W, D]`; None
-        unless needed. They are carried across the chunks of a prompt, and under `Every` and
-        `WhenFull` go on with the queries of decoding.
-      query_position: their positions, -1 where there were fewer, `[B, W]`.
-      repetition: the largest attention probability that each slot received from any query of the
-        prompt's repetition, over the query heads of its KV head, `[B, H, S]` float32; None where
-        the prompt was not repeated, and at other moments.
-      repetition_query: rotated queries of the prompt's repetition, `[B, Q, W, D]`: of each row's
-        tokens, every n-th in their order, where n is the smallest power of 2 for which they find
-        room; None unless needed and where the prompt was not repeated.
-      repetition_position: their positions, -1 where there were fewer, `[B, W]`.
       length_before: tokens of each row before the prompt, `[B]`; None at other moments.
       rope: as given to `attend`; None where q and k came rotated.
       moment: `"prompt"`, `"flush"` or `"step"` (static).
@@ -225,16 +247,13 @@ class Step:
       implementation: of the operations in `pallas_kernels`, as given to `attend` or `flush`
         (static).
       output: of the attention of a decode step, `[B, Q, T, D]`; None at other moments.
+      requested: what was computed because `Needs` asks for it, by the name of the property below
+        that gives it. A method sees only what its own `needs` ask for: a property raises TypeError
+        where it was not asked for, and is None at moments that do not have it.
     """
 
     rows: Bool[Array, " B"]
-    mass: Float[Array, "B Q S"] | None = None
     keys: Float[Array, "B H S D"] | None = None
-    query: Float[Array, "B Q W D"] | None = None
-    query_position: Int[Array, "B W"] | None = None
-    repetition: Float[Array, "B H S"] | None = None
-    repetition_query: Float[Array, "B Q W D"] | None = None
-    repetition_position: Int[Array, "B W"] | None = None
     length_before: Int[Array, " B"] | None = None
     rope: Rope | None = None
     moment: Moment = field(metadata={"static": True})
@@ -242,6 +261,54 @@ class Step:
     room: int = field(default=0, metadata={"static": True})
     implementation: str | None = field(default=None, metadata={"static": True})
     output: Float[Array, "B Q T D"] | None = None
+    requested: dict[str, Array | None] = field(default_factory=dict)
+
+    @property
+    def mass(self) -> Float[Array, "B Q S"] | None:
+        """Attention probability that each slot received in a decode step, per query head.
+
+        It is `[B, Q, S]` float32, for `Needs.decode_mass`; None at other moments.
+        """
+        return _asked_for(self.requested, "mass")
+
+    @property
+    def query(self) -> Float[Array, "B Q W D"] | None:
+        """Each row's last W queries of this prompt, rotated, oldest first, `[B, Q, W, D]`.
+
+        They are for `Needs.query_window` and `query_share`, and are carried across the chunks of a
+        prompt. Under `Every` and `WhenFull` they go on with the queries of decoding; otherwise this
+        is None while decoding.
+        """
+        return _asked_for(self.requested, "query")
+
+    @property
+    def query_position(self) -> Int[Array, "B W"] | None:
+        """Positions of `query`, -1 where there were fewer, `[B, W]`."""
+        return _asked_for(self.requested, "query_position")
+
+    @property
+    def repetition(self) -> Float[Array, "B H S"] | None:
+        """The largest attention probability that each slot received from the prompt's repetition.
+
+        It is taken over all its queries and the query heads of the slot's KV head, `[B, H, S]`
+        float32, for `Needs.repetition`; None where the prompt was not repeated, and at other
+        moments.
+        """
+        return _asked_for(self.requested, "repetition")
+
+    @property
+    def repetition_query(self) -> Float[Array, "B Q W D"] | None:
+        """Rotated queries of the prompt's repetition, `[B, Q, W, D]`.
+
+        These are of each row's tokens, every n-th in their order, where n is the smallest power of
+        2 for which they find room, for `Needs.repetition_queries`; None as `repetition` is.
+        """
+        return _asked_for(self.requested, "repetition_query")
+
+    @property
+    def repetition_position(self) -> Int[Array, "B W"] | None:
+        """Positions of `repetition_query`, -1 where there were fewer, `[B, W]`."""
+        return _asked_for(self.requested, "repetition_position")
 
     def of_rows(self, new: State, old: State) -> State:
         """A state whose arrays are `[B, ...]`: `new` in the rows concerned, `old` in the others."""
@@ -262,12 +329,10 @@ class View:
       fixed: how many entries at the front every list of a cache has, such as sinks (static).
       rows: keys and values of the selection, `[B, K, N, D]` each, and anything where an entry is
         none, where a transform has fetched them already; None: attention reads them.
-      predicted: what the query was expected to be before this layer began, rotated,
-        `[B, Q, T, D]`: the layer's query weights times the input of the attention before it. None
-        where no transform needs it or the model does not give it.
       window: sliding window of the attention, as given to `attend`: what lies outside it is not
         worth selecting (static).
       implementation: of the operations in `pallas_kernels`, as given to `attend` (static).
+      requested: what there is because `Needs` asks for it, as in `Step`.
     """
 
     cache: KVCache
@@ -275,9 +340,18 @@ class View:
     index: Int[Array, "B K N"] | None = None
     fixed: int = field(default=0, metadata={"static": True})
     rows: tuple[Array, Array] | None = None
-    predicted: Float[Array, "B Q T D"] | None = None
     window: int | None = field(default=None, metadata={"static": True})
     implementation: str | None = field(default=None, metadata={"static": True})
+    requested: dict[str, Array | None] = field(default_factory=dict)
+
+    @property
+    def predicted(self) -> Float[Array, "B Q T D"] | None:
+        """Expectation of the query before this layer began, rotated, `[B, Q, T, D]`.
+
+        It is the layer's query weights times the input of the attention before it, for
+        `Needs.predicted_query`; None where the model does not give it.
+        """
+        return _asked_for(self.requested, "predicted")
 
     def take(self, index: Int[Array, "B K N"], fixed: int = 0) -> View:
         """A selection of this view's entries (-1 = none). Only indices are composed."""
@@ -451,12 +525,12 @@ class Wrapper(KVTransform):
 
     def select(self, view: View, state: State, query: Array) -> tuple[View, State]:
         """Selects as the base does."""
-        view, base = self.inner.select(view, state.base, query)
+        view, base = selected_by(self.inner, view, state.base, query)
         return view, state._replace(base=base)
 
     def on_prompt(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
         """Decides as the base does at the moment of the step; so do `on_flush` and `on_step`."""
-        decision, base = getattr(self.inner, f"on_{step.moment}")(cache, state.base, step)
+        decision, base = decided_by(self.inner, cache, state.base, step)
         return decision, state._replace(base=base)
 
     on_flush = on_step = on_prompt
@@ -481,10 +555,61 @@ def is_bound(transform: KVTransform) -> bool:
         return False
 
 
+def decided_by(
+    transform: KVTransform, cache: KVCache, state: State, step: Step
+) -> tuple[Decision | None, State]:
+    """Lets a transform decide at the moment of a step, from what its own `needs` ask for.
+
+    Raises:
+      TypeError: it reads something else that another part of a chain has asked for, or nobody.
+    """
+    needs, member = transform.needs, f"on_{step.moment}"
+    step = dataclasses.replace(step, requested=_seen_with(needs, step.requested))
+    with _naming(transform, member):
+        return getattr(transform, member)(_cache_with(needs, cache), state, step)
+
+
+def selected_by(
+    transform: KVTransform, view: View, state: State, query: Float[Array, "B Q T D"]
+) -> tuple[View, State]:
+    """Lets a transform select, from what its own `needs` ask for: see `decided_by`."""
+    needs = transform.needs
+    seen = dataclasses.replace(
+        view, cache=_cache_with(needs, view.cache), requested=_seen_with(needs, view.requested)
+    )
+    with _naming(transform, "select"):
+        chosen, state = transform.select(seen, state, query)
+    cache = chosen.cache.replace(withheld=view.cache.withheld)
+    return dataclasses.replace(chosen, cache=cache, requested=view.requested), state
+
+
+def _seen_with(needs: Needs, requested: dict[str, Array | None]) -> dict[str, Array | None]:
+    return {name: array for name, array in requested.items() if needs.asks_for(name)}
+
+
+def _cache_with(needs: Needs, cache: KVCache) -> KVCache:
+    """Returns the cache whose accumulated attention can be read only if the needs ask for it."""
+    return cache if needs.asks_for(ATTENTION) else cache.replace(withheld=(ATTENTION,))
+
+
+@contextlib.contextmanager
+def _naming(transform: KVTransform, member: str) -> Iterator[None]:
+    """Says whose `needs` do not ask for what is read, and what they would have to ask for."""
+    try:
+        yield
+    except NotAskedFor as error:
+        (name,) = error.args
+        requests = " or ".join(f"Needs({request}=...)" for request in REQUESTS[name])
+        raise TypeError(
+            f"{type(transform).__name__}.{member} reads {name!r}, for which its `needs`, or those "
+            f"of a wrapper around it, do not ask: they must be {requests}"
+        ) from error
+
+
 def accumulated_attention(cache: KVCache) -> Float[Array, "B Q S"]:
     """Attention that each slot has received so far, per query head (`Needs` has to ask for it)."""
     batch, kv_heads, slots = cache.shape
-    attention = jnp.moveaxis(cache.column("attention"), -1, 2)
+    attention = jnp.moveaxis(cache.column(ATTENTION), -1, 2)
     return attention.reshape(batch, kv_heads * cache.group, slots)
 
 

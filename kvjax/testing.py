@@ -53,6 +53,7 @@ def check(transform: KVTransform, *, num_layers: int = 2, rtol: float = 1e-4) ->
     It checks that
 
     - the method is a value: hashable, and equal to its copy;
+    - it reads only what its `needs` ask for (TypeError, as wherever it is used);
     - no more tokens are live than `extent` promises, and none is lost;
     - padding, other rows of a batch and chunks of a prompt change neither outputs nor kept tokens;
     - a row without tokens in a prompt, a step or a flush stays as it is;
@@ -70,7 +71,7 @@ def check(transform: KVTransform, *, num_layers: int = 2, rtol: float = 1e-4) ->
       rtol: relative tolerance of outputs that should be equal.
 
     Raises:
-      TypeError: `transform` is not a transform.
+      TypeError: `transform` is not a transform, or reads what it has not asked for.
       ConformanceError: a promise is broken; says which, in one line.
 
     Example:

@@ -21,7 +21,7 @@ from kvjax.attention.parts import cache_specs, on_each_device
 from kvjax.checks import check_count
 from kvjax.compose.chain import decide_parts
 from kvjax.devices import explicit_mesh, in_automatic_mode
-from kvjax.protocol import Step
+from kvjax.protocol import Step, on_request
 
 
 def flush(
@@ -110,13 +110,12 @@ def _flush(cache: LayerCache, steps: int, implementation: str | None) -> LayerCa
     step = Step(
         rows=jnp.ones(kv.shape[0], bool),
         keys=keys,
-        query=query,
-        query_position=query_position,
         rope=cache.rope,
         moment="flush",
         options=cache.options,
         room=steps,
         implementation=implementation,
+        requested=on_request(query=query, query_position=query_position),
     )
     kv, state = decide_parts(cache.transform, kv, cache.state, step)
     kv = kv.replace(k=kv.k.flush(steps), v=kv.v.flush(steps))

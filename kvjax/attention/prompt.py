@@ -34,7 +34,7 @@ from kvjax.cache.slots import Column, append
 from kvjax.compose.chain import parts_of, state_of_parts, states_of_parts
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.decisions import decide
-from kvjax.protocol import KVTransform, Stage, Step, accumulated_attention
+from kvjax.protocol import KVTransform, Stage, Step, accumulated_attention, on_request
 from pallas_kernels import (
     prompt_attention,
     prompt_attention_and_maxima,
@@ -167,11 +167,14 @@ def step_of(reading: Reading, implementation: str | None = None) -> Step:
         keys = rope.rotate(keys, key_positions(needs, kv))
     query, query_position = reading.queries or (None, None)
     repetition_query, repetition_position, _ = reading.sample or (None, None, None)
+    requested = on_request(
+        query=query, query_position=query_position, repetition=reading.repetition,
+        repetition_query=repetition_query, repetition_position=repetition_position,
+    )  # fmt: skip
     return Step(
-        rows=reading.rows, keys=keys, query=query, query_position=query_position,
-        repetition=reading.repetition, repetition_query=repetition_query,
-        repetition_position=repetition_position, length_before=reading.length_before, rope=rope,
+        rows=reading.rows, keys=keys, length_before=reading.length_before, rope=rope,
         moment="prompt", options=reading.options, implementation=implementation,
+        requested=requested,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from kvjax.attention.layer import LayerCache
 from kvjax.cache.payload import Dense, Seen
 from kvjax.cache.slots import append
 from kvjax.compose.chain import decide_parts
-from kvjax.protocol import Needs, Step, View
+from kvjax.protocol import Needs, Step, View, on_request, selected_by
 from pallas_kernels import Turn
 
 
@@ -27,10 +27,10 @@ def decode(
     q = tokens.q
     kv, slots = append(cache.kv, cache.kv.unfold(tokens.k), cache.kv.unfold(tokens.v), positions)
     view = View(
-        kv, slots, predicted=tokens.predicted,
-        window=call.options.window, implementation=call.implementation,
+        kv, slots, window=call.options.window, implementation=call.implementation,
+        requested=on_request(predicted=tokens.predicted),
     )  # fmt: skip
-    view, state = transform.select(view, cache.state, q)
+    view, state = selected_by(transform, view, cache.state, q)
     kv, rotation = view.cache, None
     if needs.unrotated_keys:
         rotation = call.rope.at(key_positions(needs, kv))
@@ -41,10 +41,10 @@ def decode(
     # A method that observes queries goes on with those of decoding.
     window = None if cache.window is None else cache.window.add(q, positions)
     query, query_position = window or (None, None)
+    requested = on_request(mass=mass, query=query, query_position=query_position)
     step = Step(
-        rows=(positions >= 0).any(1), mass=mass, query=query,
-        query_position=query_position, rope=call.rope, moment="step", options=call.options,
-        implementation=call.implementation, output=out,
+        rows=(positions >= 0).any(1), rope=call.rope, moment="step", options=call.options,
+        implementation=call.implementation, output=out, requested=requested,
     )  # fmt: skip
     kv, state = decide_parts(transform, kv, state, step)
     return out.astype(q.dtype), dataclasses.replace(cache, kv=kv, state=state, window=window)

@@ -27,6 +27,10 @@ NEG_INF = float("-inf")
 STORED_SLOT = "stored_slot"
 
 
+class NotAskedFor(TypeError):
+    """The error that a method reads what its `needs` do not ask for; its argument is the name."""
+
+
 def _static(default=dataclasses.MISSING):
     """Makes a dataclass field that is static in a pytree."""
     return field(default=default, metadata={"static": True})
@@ -77,6 +81,8 @@ class KVCache:
       unrotated_keys: whether keys are stored without RoPE, as `Needs.unrotated_keys` asks (static).
       lists: number and length of the lists of slots that a selecting method makes for a row
         (static; None: no method selects).
+      withheld: names of columns that a method must not read, since it does not ask for them
+        (static).
     """
 
     k: Payload
@@ -97,6 +103,7 @@ class KVCache:
     interval: int | None = _static(None)
     unrotated_keys: bool = _static(False)
     lists: tuple[int, int] | None = _static(None)
+    withheld: tuple[str, ...] = _static(())
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -123,7 +130,13 @@ class KVCache:
         return rows if self.unfolded == 1 else jnp.repeat(rows, self.unfolded, axis=1)
 
     def column(self, name: str) -> Array:
-        """Returns the values of one column, `[B, H, S, ...]`."""
+        """Returns the values of one column, `[B, H, S, ...]`.
+
+        Raises:
+          NotAskedFor: it is withheld from the method that reads.
+        """
+        if name in self.withheld:
+            raise NotAskedFor(name)
         return self.columns[name].values
 
     def replace(self, **changes) -> KVCache:

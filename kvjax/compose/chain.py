@@ -23,6 +23,7 @@ from kvjax.protocol import (
     Step,
     View,
     check_transform,
+    selected_by,
     takes_part,
 )
 
@@ -76,7 +77,7 @@ class Chain(KVTransform):
         """Selects part by part, each within the selection of the one before."""
         states = []
         for part, part_state in zip(self.parts, state, strict=True):
-            view, part_state = part.select(view, part_state, query)
+            view, part_state = selected_by(part, view, part_state, query)
             states.append(part_state)
         return view, tuple(states)
 

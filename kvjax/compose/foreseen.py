@@ -11,7 +11,16 @@ from kvjax.budgets.layers import layers_of
 from kvjax.cache.rearrange import opened
 from kvjax.cache.slots import empty_cache
 from kvjax.decisions import Decision, Mark, made_by
-from kvjax.protocol import AttentionOptions, Extent, KVTransform, Moment, Stage, Step, takes_part
+from kvjax.protocol import (
+    AttentionOptions,
+    Extent,
+    KVTransform,
+    Moment,
+    Stage,
+    Step,
+    on_request,
+    takes_part,
+)
 
 MAX_PROMPT, MAX_NEW, HEAD_DIM = 16, 8, 8  # of a cache that is never made
 
@@ -35,8 +44,6 @@ def foreseen(transform: KVTransform, moment: Moment) -> Decision | None:
         return None
     extent, needs = transform.extent(Extent(MAX_PROMPT, MAX_NEW)), transform.needs
     prompt, step = moment == "prompt", moment == "step"
-    mass = step and (needs.accumulated_attention or needs.decode_mass)
-    repeats = needs.repetition_queries
     window = needs.queries(MAX_PROMPT) if prompt or needs.decode_queries else 0
 
     def decide() -> Decision | None:
@@ -51,17 +58,19 @@ def foreseen(transform: KVTransform, moment: Moment) -> Decision | None:
             cache, _ = opened(cache)
         now = Step(
             rows=jnp.ones(1, bool),
-            mass=jnp.zeros(cache.shape) if mass else None,
             keys=None if step else jnp.zeros((*cache.shape, HEAD_DIM)),
-            query=jnp.zeros((1, 1, window, HEAD_DIM)) if window else None,
-            query_position=jnp.zeros((1, window), jnp.int32) if window else None,
-            repetition=jnp.zeros(cache.shape) if prompt and needs.repetition else None,
-            repetition_query=jnp.zeros((1, 1, 4, HEAD_DIM)) if prompt and repeats else None,
-            repetition_position=jnp.zeros((1, 4), jnp.int32) if prompt and repeats else None,
             length_before=jnp.zeros(1, jnp.int32) if prompt else None,
             moment=moment,
             options=AttentionOptions(1.0),
             room=1 if moment == "flush" else 0,
+            requested=on_request(
+                mass=jnp.zeros(cache.shape) if step else None,
+                query=jnp.zeros((1, 1, window, HEAD_DIM)) if window else None,
+                query_position=jnp.zeros((1, window), jnp.int32) if window else None,
+                repetition=jnp.zeros(cache.shape) if prompt else None,
+                repetition_query=jnp.zeros((1, 1, 4, HEAD_DIM)) if prompt else None,
+                repetition_position=jnp.zeros((1, 4), jnp.int32) if prompt else None,
+            ),
         )
         return made_by(transform, cache, state, now)[0]
 

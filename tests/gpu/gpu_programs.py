@@ -19,7 +19,7 @@ import kvjax
 import pallas_kernels as ops
 from kvjax.cache.rearrange import widen
 from kvjax.decisions import carry_out
-from kvjax.protocol import AttentionOptions
+from kvjax.protocol import AttentionOptions, on_request
 from pallas_kernels.formats.bits import quantise_groups, quantise_slots
 from tests.support.ahead_of_time import Program, on_host
 
@@ -286,9 +286,9 @@ def compression(
 
     def compress(kv, state, keys, query, position):
         step = kvjax.kit.Step(
-            rows=jnp.ones(1, bool), keys=keys, query=query, query_position=position,
-            moment="prompt", options=AttentionOptions(0.1),
+            rows=jnp.ones(1, bool), keys=keys, moment="prompt", options=AttentionOptions(0.1),
             implementation="pallas" if kernel else "xla",
+            requested=on_request(query=query, query_position=position),
         )  # fmt: skip
         decision, state = transform.on_prompt(kv, state, step)
         kv = carry_out(decision, kv, step)

@@ -26,7 +26,7 @@ from kvjax import (
 from kvjax.cache.rearrange import compact, widen
 from kvjax.cache.slots import append
 from kvjax.decisions import Keep, carry_out
-from kvjax.protocol import AttentionOptions, Step, accumulated_attention
+from kvjax.protocol import AttentionOptions, Step, accumulated_attention, on_request
 from kvjax.transforms.kvcrush.kvcrush import REPRESENTATIVE
 from kvjax.transforms.kvcrush.representatives import cut, nearest_to_centroids
 from tests.references import kvcrush as reference
@@ -89,8 +89,8 @@ def one_prompt(tx, cache, k, v, positions, attention, query, query_position):
         kv = kv.with_column("attention", jnp.resize(attention, shape))
     rows = (positions >= 0).any(1)
     step = Step(
-        rows=rows, mass=None, keys=kv.k.read(), query=query,
-        query_position=query_position, rope=None, moment="prompt", options=AttentionOptions(0.5),
+        rows=rows, keys=kv.k.read(), rope=None, moment="prompt", options=AttentionOptions(0.5),
+        requested=on_request(query=query, query_position=query_position),
     )  # fmt: skip
     base, _ = tx.split
     before = kv.replace(pinned=kv.pinned & ~kv.column(REPRESENTATIVE))
