@@ -422,6 +422,14 @@ class KVTransform:
         """Tells whether a prompt's end moves slots of earlier prompts without freeing any."""
         return False
 
+    @property
+    def longest_turn(self) -> int | None:
+        """Most tokens of a further turn that fit into the cache, if it is not repeated; None: all.
+
+        A longer one is refused before anything is computed.
+        """
+        return None
+
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
         """Returns the transform of one layer: layer budgets and dense layers live here."""
         return self

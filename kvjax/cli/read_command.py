@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.filesize import decimal
@@ -15,8 +16,11 @@ from kvjax.cli.opened import OpenedModel, check_counts
 from kvjax.cli.terminal import Display, print_dropped, print_line, share
 from kvjax.compose.walks import walk
 from kvjax.generation.context_files import check_free, check_saved
-from kvjax.generation.prompt_checks import check_prompts
+from kvjax.generation.prompt_checks import check_prompts, longest_turn
+from kvjax.messages import brief
 from kvjax.protocol import Stage
+
+_MAX_QUESTIONS = 256  # tokens of a question, where the method has room for them
 
 DESCRIPTION = """\
 Reads a document into a compressed cache and saves that in a folder, for
@@ -39,8 +43,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_template(parser, "the document")
     # The default method keeps every token: questions are not known when the document is read.
     options.add_method(parser, default="quantize")
-    parser.add_argument("--max-questions", metavar="TOKENS", type=int, default=256,
-        help="room for the tokens of a question (default: 256)")  # fmt: skip
+    parser.add_argument("--max-questions", metavar="TOKENS", type=int,
+        help="room for the tokens of a question (default: 256, or fewer if the method has room "
+        "for fewer)")  # fmt: skip
     parser.add_argument("--max-new", metavar="N", type=int, default=128,
         help="room for the tokens of an answer (default: 128)")  # fmt: skip
 
@@ -56,13 +61,14 @@ def run(args: argparse.Namespace) -> None:
         opened = OpenedModel(args.model, display)
         dialogue = opened.dialogue(args)
         document = dialogue.document(text)
-        room = args.max_questions + args.max_new
         layers = opened.bind(candidate.transform)
+        max_questions = _max_questions(args, layers)
+        room = max_questions + args.max_new
         check_prompts(opened.config, [document], layers, room)
         model = opened.load(args)
         context = kvjax.read(
             model, [document], transform=opened.calibrated(candidate.transform, model, document),
-            max_prompt=len(document) + args.max_questions, max_new=args.max_new,
+            max_prompt=len(document) + max_questions, max_new=args.max_new,
             repetition=opened.repetition, on_compile=display.compiling,
             on_layer=display.reading(model.num_layers, len(document)),
         )  # fmt: skip
@@ -76,7 +82,7 @@ def run(args: argparse.Namespace) -> None:
         kvjax.save_context(out, context, model=model, tokenizer=opened.tokenizer, about=about)
     record = {
         **about, "model": opened.name, "out": args.out, "prompt_tokens": len(document),
-        "max_questions": args.max_questions, "max_new": args.max_new,
+        "max_questions": max_questions, "max_new": args.max_new,
         "cache_bytes": context.nbytes, "full_cache_bytes": context.full_nbytes,
     }  # fmt: skip
     opened.print_double_start(dialogue, [document])
@@ -93,6 +99,25 @@ def run(args: argparse.Namespace) -> None:
             "--method 'by_head(kvzip)' keeps what questions may ask for", "dim"
         )  # fmt: skip
     print_dropped(args.method, context.dropped)
+
+
+def _max_questions(args: argparse.Namespace, layers: Sequence[kvjax.KVTransform]) -> int:
+    """Returns the most tokens of a question; a line on standard error says if they are few.
+
+    Raises:
+      ValueError: the method has less room than `--max-questions` asks for, or none at all.
+    """
+    limited = longest_turn(layers)
+    if limited is None or (args.max_questions or _MAX_QUESTIONS) <= limited[0]:
+        return args.max_questions or _MAX_QUESTIONS
+    most, method = limited
+    if args.max_questions is not None or not most:
+        raise ValueError(
+            f"--max-questions must be at most {most}, which {brief(method)} has room for, got "
+            f"{args.max_questions or _MAX_QUESTIONS}"
+        )
+    print_line(f"a question may have {most} tokens, which {brief(method)} has room for", "dim")
+    return most
 
 
 def _looks_at_the_end(transform: kvjax.KVTransform) -> bool:

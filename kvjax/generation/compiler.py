@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import jax
+
 from kvjax.compiled_code import leave_memory_maps
 
 
@@ -46,3 +48,35 @@ class Compiler:
         """Calls `function` with these arguments after `compile`, and returns what it returns."""
         self.compile(program, key, function, *args)
         return function(*args)
+
+    def trace(self, call: Callable[[Tracer], None]) -> None:
+        """Lets `call` trace functions, and adds up the seconds that this takes.
+
+        What is traced here is not traced again when it is compiled. Whatever a function raises, it
+        raises before any of them has been computed, and while all that they donate is still there.
+        """
+        start = time.perf_counter()
+        call(Tracer())
+        self.seconds += time.perf_counter() - start
+
+
+class Tracer:
+    """Stands in for a `Compiler` where functions are traced and nothing is computed.
+
+    Results are abstract arrays, in their kind of memory, and may be arguments again.
+    """
+
+    def __init__(self) -> None:
+        self._results: dict[Hashable, Any] = {}
+
+    def run(self, program: str, key: Hashable, function: Any, *args: Any) -> Any:
+        """Traces `function`, unless that has been done for `key`, and returns abstract arrays."""
+        if key not in self._results:
+            traced = function.trace(*args)
+            self._results[key] = jax.tree.unflatten(traced.out_tree, traced.jaxpr.out_avals)
+        return self._results[key]
+
+    compile = run
+
+
+Programs = Compiler | Tracer  # runs functions, or finds out what they would return

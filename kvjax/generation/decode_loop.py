@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from kvjax.checks import check_count
 from kvjax.compiled_code import compiled
 from kvjax.compose.bind import bind
 from kvjax.devices import by_rows, divided, mesh_of, put
-from kvjax.generation.compiler import Compiler
+from kvjax.generation.compiler import Compiler, Programs, Tracer
 from kvjax.generation.context import Context
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.new_caches import CacheSize
@@ -232,6 +233,11 @@ def _key(seed: int, mesh: Mesh | None) -> Key[Array, ""]:
     return make_key(np.uint32(seed), impl=GENERATOR)
 
 
+def _active_rows(prompts: Rows | None, rows: int) -> Bool[np.ndarray, " B"]:
+    """Marks the rows that take part: all without prompts, else those whose prompt is not None."""
+    return np.array([prompts is None or prompts[row] is not None for row in range(rows)])
+
+
 class Writing:
     """One call of `generate`: making it reads the prompts, iterating over it decodes tokens.
 
@@ -278,7 +284,7 @@ class Writing:
         )
         self._end_tokens, self._max_new_tokens = set(end_token_ids.tolist()), max_new_tokens
         # Padded like a prompt, so that few sizes of the loop and of caches are compiled.
-        room = bucket(max_new_tokens, None, None)
+        self._room = bucket(max_new_tokens, None, None)
 
         start = time.perf_counter()
         self._keeps_context = context is not None
@@ -291,16 +297,18 @@ class Writing:
             check_prompts(self._model, prompts, unsized_layers, max_new_tokens)
             widths = [bucket(len(row), self._model.max_positions, buckets) for row in prompts]
             max_length = max(map(len, prompts)) + max_new_tokens
-            size = CacheSize.of(self._model, len(prompts), max(widths), room, dtype, max_length)
+            size = CacheSize.of(
+                self._model, len(prompts), max(widths), self._room, dtype, max_length
+            )
             layers = bind(transform, num_layers, windows, size.max_tokens)
             context = begin(
                 self._model, prompts, widths, transform, layers, size, self._compiler, on_layer,
-                repetition=repetition,
+                repetition=repetition, then=functools.partial(self._trace_loop, layers, prompts),
             )  # fmt: skip
         else:
             if transform is not None:
                 raise ValueError("a context has its own transform, got transform= as well")
-            check_turn(self._model, context, prompts, max_new_tokens)
+            check_turn(self._model, context, prompts, max_new_tokens, repetition)
             if prompts is not None and context.rows < len(prompts):
                 context = context.repeat(len(prompts))
             elif not donate:
@@ -309,36 +317,20 @@ class Writing:
                 context = further(
                     self._model, context, prompts, buckets, self._compiler, on_layer,
                     repetition=repetition,
+                    then=functools.partial(self._trace_loop, context.layers, prompts),
                 )  # fmt: skip
         self._context, self._result = context, None
-        # A row whose prompt is None takes no part in this call.
-        self._active = np.array(
-            [prompts is None or prompts[row] is not None for row in range(context.rows)]
-        )
+        self._active = _active_rows(prompts, context.rows)
         self._prompt_tokens = (
             [0] * context.rows if prompts is None else [len(row or ()) for row in prompts]
         )
-
-        greedy = bool(self._choice.numbers.temperature == 0)
-        token, tokens, done, seen, broken = jax.block_until_ready(
-            self._compiler.run(
-                "the choice of a token", "first", _first_tokens,
-                room, greedy, self._mesh, self._choice,
-                context.logits, context.length, context.seen, self._active,
+        self._loop = jax.block_until_ready(
+            self._first_loop(
+                self._compiler, context.caches, context.logits, context.length, context.seen,
+                self._active,
             )
         )  # fmt: skip
         self._ttft = time.perf_counter() - start - self._compiler.seconds
-        self._loop = _Loop(
-            caches=context.caches,
-            logits=context.logits,
-            token=token,
-            position=context.length,
-            tokens=tokens,
-            done=done,
-            seen=seen,
-            broken=broken,
-            step=put(np.int32(1), self._mesh),
-        )
         self._check_finite()
         self._waiting, self._decode_seconds = int(context.waiting), 0.0
 
@@ -365,7 +357,7 @@ class Writing:
         Decode steps run on the device in chunks. While streaming, a chunk is as many steps as take
         about `_STREAM_SECONDS` at the speed of the chunk before it.
         """
-        self._compile_loop()
+        self._compile_loop(self._compiler, self._context.layers, self._loop, self._waiting)
         step, sent, chunk = 1, 0, 1 if self._streaming else self._max_new_tokens
         while True:
             over = step >= self._max_new_tokens or bool(np.asarray(self._loop.done).all())
@@ -391,16 +383,54 @@ class Writing:
                     chunk = _SHARED_STREAM_STEPS
         self._finish()
 
-    def _compile_loop(self) -> None:
+    def _first_loop(
+        self, compiler: Programs, caches: tuple[Cache, ...], logits, length, seen, active
+    ) -> _Loop:
+        """Chooses the first token of each active row."""
+        greedy = bool(self._choice.numbers.temperature == 0)
+        token, tokens, done, seen, broken = compiler.run(
+            "the choice of a token", "first", _first_tokens,
+            self._room, greedy, self._mesh, self._choice, logits, length, seen, active,
+        )  # fmt: skip
+        return _Loop(
+            caches=caches,
+            logits=logits,
+            token=token,
+            position=length,
+            tokens=tokens,
+            done=done,
+            seen=seen,
+            broken=broken,
+            step=put(np.int32(1), self._mesh),
+        )
+
+    def _trace_loop(
+        self,
+        layers: tuple[KVTransform, ...],
+        prompts: Rows,
+        tracer: Tracer,
+        logits: Float[Array, "B V"],
+        caches: tuple[Cache, ...],
+    ) -> None:
+        """Traces all that follows these prompts: `then` of `read_prompt`."""
+        rows = len(prompts)
+        length = jax.ShapeDtypeStruct((rows,), jnp.int32)
+        seen = jax.ShapeDtypeStruct((rows, self._model.vocab_size), bool)
+        active = _active_rows(prompts, rows)
+        loop = self._first_loop(tracer, caches, logits, length, seen, active)
+        self._compile_loop(tracer, layers, loop, 0)
+
+    def _compile_loop(
+        self, compiler: Programs, layers: tuple[KVTransform, ...], loop: _Loop, waiting: int
+    ) -> None:
         """Compiles the decode loop and, if these steps will reach a flush, the flush."""
         until = put(np.int32(0), self._mesh)  # any number: it is an array of the compiled loop
-        self._compiler.compile(
-            "the decode loop", "loop", _decode,
-            self._context.layers, self._model, self._loop, until, self._choice,
-        )  # fmt: skip
-        interval = flush_interval(self._loop.caches)
-        if interval is not None and self._waiting + self._max_new_tokens > interval:
-            compile_flush(self._compiler, self._loop.caches, interval)
+        compiler.compile(
+            "the decode loop", "loop", _decode, layers, self._model, loop, until, self._choice
+        )
+        interval = flush_interval(loop.caches)
+        if interval is not None and waiting + self._max_new_tokens > interval:
+            compile_flush(compiler, loop.caches, interval)
 
     def _decode_until(self, until: int) -> None:
         """Flushes if it is time, then decodes up to `until` new tokens or to the next flush."""

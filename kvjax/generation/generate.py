@@ -157,8 +157,9 @@ def generate(
     they are, except that a `kvjax.flush` is for all rows: a method that works every M tokens then
     works on the tokens that have come so far. Without prompts (None) every row goes on from where
     it is. When a turn is complete, methods compress what it added or everything that is live, as
-    each documents. A turn that does not fit into what the context was made for is refused before
-    anything is computed.
+    each documents. A turn that does not fit into what the context was made for, or that a method
+    refuses, is refused before anything is computed, and the context stays as it is. A question of
+    more tokens than a method has room for (`KVzip`) is one of them.
 
     Args:
       model: an NNX module or callable with the signature of `LanguageModel`, or a
@@ -173,7 +174,8 @@ def generate(
       sampling: greedy by default.
       seed: seed of the draws, below 2**32. Each draw has its own key, by row and position.
       context: from `read`, or from an earlier result.
-      donate: whether the result takes over the memory of `context`, which cannot be used again.
+      donate: whether the result takes over the memory of `context`, which cannot be used again; not
+        after a FloatingPointError either, which comes when the prompts have been read.
       on_tokens: called with the new tokens per row as they come, about ten times a second.
       on_layer: called with the number of each layer once it has read the prompt, in order.
       on_compile: called with the name of each program that is about to be compiled.

@@ -12,7 +12,7 @@ from kvjax.attention.parts import placement_of
 from kvjax.attention.prompt import compress, of_heads, read_for
 from kvjax.compiled_code import compiled
 from kvjax.compose.wrappers import HeadGroups, by_head_groups
-from kvjax.generation.compiler import Compiler
+from kvjax.generation.compiler import Programs
 from kvjax.generation.new_caches import CacheSize, new_cache
 from kvjax.protocol import AttentionOptions, Extent, KVTransform, Needs
 
@@ -154,7 +154,7 @@ def join_heads(
     attention: AttentionOptions,
     cache: Cache,
     slots: tuple[int, int],
-    compiler: Compiler,
+    compiler: Programs,
 ) -> tuple[LayerCache]:
     """Joins the head groups of a layer into one cache, for as long as it reads a further prompt.
 
@@ -172,7 +172,7 @@ def cut_heads(
     attention: AttentionOptions,
     cache: Cache,
     all_heads: LayerCache,
-    compiler: Compiler,
+    compiler: Programs,
 ) -> Cache:
     """Cuts what `join_heads` has joined into head groups again, when the prompt has been read.
 
@@ -191,7 +191,7 @@ def compress_layer(
     attention: AttentionOptions,
     states: tuple,
     reading: Reading,
-    compiler: Compiler,
+    compiler: Programs,
 ) -> Cache:
     """Makes one layer's cache of what `Observe` has read; layers alike share compiled code.
 

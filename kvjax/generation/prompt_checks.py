@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -10,10 +11,12 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
 
+from kvjax.compose.walks import walk
 from kvjax.devices import mesh_of
 from kvjax.generation.context import Context
 from kvjax.generation.fingerprints import Fingerprint, differences
 from kvjax.generation.model import FunctionalModel
+from kvjax.generation.repetition import Repetition, wants_repetition
 from kvjax.messages import brief
 from kvjax.protocol import KVTransform
 
@@ -71,9 +74,17 @@ def check_prompts(
 
 
 def check_turn(
-    model: FunctionalModel, context: Context, prompts: Rows | None, max_new: int
+    model: FunctionalModel,
+    context: Context,
+    prompts: Rows | None,
+    max_new: int,
+    repetition: Repetition | None = None,
 ) -> None:
-    """Raises what `generate` would raise for a further turn of this context."""
+    """Raises what `generate` would raise for a further turn of this context.
+
+    Args:
+      repetition: as in `generate`.
+    """
     if not isinstance(context, Context):
         raise TypeError(
             "context must be a kvjax.Context, as kvjax.read and kvjax.load_context return it, got "
@@ -118,6 +129,30 @@ def check_turn(
                 f"{total[row] - more[row]} so far and {more[row]} more"
                 + ("" if name == "positions" else f" (kvjax.read takes a larger {name})")
             )
+    limited = longest_turn(context.layers)
+    if limited is None or (repetition is not None and wants_repetition(context.layers)):
+        return
+    most, method = limited
+    if (count > most).any():
+        row = int(np.argmax(count))
+        raise ValueError(
+            f"a turn that is not repeated must have at most {most} tokens to fit into the cache of "
+            f"{brief(method)}, got {count[row]} in row {row}"
+        )
+
+
+def longest_turn(layers: Iterable[KVTransform]) -> tuple[int, KVTransform] | None:
+    """Returns how many tokens a turn may have that is not repeated, and the method that says so.
+
+    Args:
+      layers: one transform per layer.
+
+    Returns:
+      The least `longest_turn` of all methods; None: no method has one.
+    """
+    parts = (part for layer in dict.fromkeys(layers) for part in walk(layer))
+    limited = ((part.longest_turn, part) for part in parts if part.longest_turn is not None)
+    return min(limited, key=operator.itemgetter(0), default=None)
 
 
 def check_same_model(context: Context, model: FunctionalModel) -> None:

@@ -22,7 +22,7 @@ from kvjax.attention.rows import put_rows, take_rows
 from kvjax.compiled_code import compiled
 from kvjax.devices import by_rows, mesh_of
 from kvjax.freed_memory import give_back_freed
-from kvjax.generation.compiler import Compiler
+from kvjax.generation.compiler import Compiler, Programs, Tracer
 from kvjax.generation.groups import Group, joined
 from kvjax.generation.model import FunctionalModel
 from kvjax.generation.new_caches import CacheSize, new_cache, states_of, states_of_layers
@@ -39,6 +39,7 @@ from kvjax.generation.repetition import Pieces
 from kvjax.protocol import AttentionOptions, KVTransform
 
 T = TypeVar("T")
+Then = Callable[[Tracer, Float[Array, "B V"], tuple[Cache, ...]], None]
 
 # Tokens of a prompt from which on a layer's arrays are large. On a CPU, what the C library keeps of
 # those that were freed is given back after each layer. Otherwise it lies between arrays that stay,
@@ -55,11 +56,15 @@ def read_prompt(
     on_layer: Callable[[int], None] | None = None,
     last: bool = True,
     repetitions: Sequence[Pieces] | None = None,
+    then: Then | None = None,
 ) -> tuple[Float[Array, "B V"], tuple[Cache, ...]]:
     """Returns the logits of each row's last token, and the caches that hold the prompt.
 
     A model that shows its parts is run layer by layer, so that memory holds the activations of one
     layer at a time, for the rows of one group. Any other model is called once for each group.
+
+    All layers are traced before the first one runs, since each layer's cache is donated: a method
+    that raises an error in a later layer leaves the caches as they are.
 
     Args:
       groups: the prompts. Rows in no group have no tokens: their caches stay, their logits are 0.
@@ -69,6 +74,7 @@ def read_prompt(
       last: whether this ends the prompt, so that the caches are compressed; else they are readings,
         as in `attend`.
       repetitions: the repetition of each group's prompts; None: they are not repeated.
+      then: traces what comes after the prompt, given abstract logits and caches; None: nothing.
     """
     sizes: list[CacheSize | None] = [None] * len(groups)
     start: Any = [caches] * len(groups)
@@ -77,9 +83,30 @@ def read_prompt(
         for size in sizes:
             compiler.compile("the caches", ("states", size), states_of_layers, layers, size)
         start = [states_of_layers(layers, size) for size in sizes]
-    read = _read_whole_model if model.parts is None else _read_by_layer
     pieces = [None] * len(groups) if repetitions is None else repetitions
-    logits, new_caches = read(model, layers, groups, sizes, start, compiler, on_layer, last, pieces)
+    read = functools.partial(_read_whole_model, model)
+    if model.parts is not None:
+        read = functools.partial(_read_by_layer, model, model.parts.split(model.params))
+    read = functools.partial(read, layers, groups, sizes, start, last, pieces)
+
+    def trace(tracer: Tracer) -> None:
+        logits, new_caches = read(tracer)
+        if then is not None:
+            batch = layer_caches(new_caches)[0].kv.shape[0]
+            shape = batch, *logits[0].shape[1:]
+            then(tracer, jax.ShapeDtypeStruct(shape, logits[0].dtype), new_caches)
+
+    compiler.trace(trace)
+    is_long = sum(group.tokens.size for group in groups) >= LONG_PROMPT
+    gives_back = is_long and model.parts is not None and jax.default_backend() == "cpu"
+
+    def has_read(layer: int) -> None:
+        if gives_back:
+            give_back_freed()
+        if on_layer is not None:
+            on_layer(layer)
+
+    logits, new_caches = read(compiler, has_read)
     if groups[0].rows is None:
         return logits[0], new_caches
     batch = layer_caches(new_caches)[0].kv.shape[0]
@@ -90,20 +117,22 @@ def read_prompt(
 
 def _read_by_layer(
     model: FunctionalModel,
+    params: Sequence[Any],
     layers: tuple[KVTransform, ...],
     groups: Sequence[Group],
     sizes: Sequence[CacheSize | None],
     start: Sequence[tuple],
-    compiler: Compiler,
-    on_layer: Callable[[int], None] | None,
     last: bool,
     repetitions: Sequence[Pieces | None],
+    compiler: Programs,
+    on_layer: Callable[[int], None] | None = None,
 ) -> tuple[list[Array], tuple[Cache, ...]]:
     """Reads a prompt layer by layer, for a model that shows its parts.
 
     A layer reads the repetition of the prompt right after the prompt, before it is compressed.
 
     Args:
+      params: of each layer.
       sizes: the sizes of each group's new caches; None: the groups go on from caches of all rows.
       start: for each group, by layer, the states of its new caches, or the caches of all rows.
 
@@ -111,8 +140,6 @@ def _read_by_layer(
       The logits of each group, and the caches of all rows.
     """
     parts, mesh = model.parts, mesh_of(model.params)
-    is_long = sum(group.tokens.size for group in groups) >= LONG_PROMPT
-    gives_back = is_long and jax.default_backend() == "cpu"
     attention = tuple(map(model.attention, range(len(layers))))
     observers = observers_of(parts.blocks, attention, layers, sizes[0] if last else None)
     together: Sequence[tuple[int, int] | None] = [None] * len(layers)
@@ -129,7 +156,7 @@ def _read_by_layer(
             for tokens in (group, pieces)
         ]  # fmt: skip
         passing.append((states[0], group.positions, states[1]))
-    for layer, layer_params in enumerate(parts.split(model.params)):
+    for layer, layer_params in enumerate(params):
         block, transform, observer = parts.blocks[layer], layers[layer], observers[layer]
         group_caches, cache, slots = [], start[0][layer], together[layer]
         of_layer, groups_cache = f"layer {layer + 1} of {len(layers)}", cache
@@ -167,8 +194,6 @@ def _read_by_layer(
             (all_heads,) = layer_caches(cache)
             cache = jax.block_until_ready(cut_heads(*settings, groups_cache, all_heads, compiler))
         new_caches.append(cache if sizes[0] is None else _together(groups, group_caches, compiler))
-        if gives_back:
-            give_back_freed()
         if on_layer is not None:
             on_layer(layer)
     logits = [
@@ -187,10 +212,10 @@ def _read_whole_model(
     groups: Sequence[Group],
     sizes: Sequence[CacheSize | None],
     start: Sequence[tuple],
-    compiler: Compiler,
-    on_layer: Callable[[int], None] | None,
     last: bool,
     repetitions: Sequence[Pieces | None],
+    compiler: Programs,
+    on_layer: Callable[[int], None] | None = None,
 ) -> tuple[list[Array], tuple[Cache, ...]]:
     """Does what `_read_by_layer` does, for a model that does not show its parts."""
     logits, group_caches, caches = [], [], start[0]
@@ -220,7 +245,7 @@ def _rows_of(groups: Sequence[Group]) -> Int[np.ndarray, " B"]:
     return np.concatenate([np.asarray(group.rows) for group in groups])
 
 
-def _together(groups: Sequence[Group], caches: list[Cache], compiler: Compiler) -> Cache:
+def _together(groups: Sequence[Group], caches: list[Cache], compiler: Programs) -> Cache:
     """Joins the caches that the groups have of one layer into one cache."""
     if groups[0].rows is None:
         return caches[0]

@@ -8,19 +8,19 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Array, Bool
 
 from kvjax.attention.flush import flush, flush_interval
 from kvjax.attention.layer import Cache
 from kvjax.compiled_code import compiled
 from kvjax.devices import put, put_rows
-from kvjax.generation.compiler import Compiler
+from kvjax.generation.compiler import Compiler, Programs, Tracer
 from kvjax.generation.context import Context
 from kvjax.generation.groups import grouped
 from kvjax.generation.model import FunctionalModel
 from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.prompt_checks import Rows, bucket
-from kvjax.generation.prompt_pass import read_prompt
+from kvjax.generation.prompt_pass import Then, read_prompt
 from kvjax.generation.repetition import Repetition, pieces_of, wants_repetition
 from kvjax.protocol import KVTransform
 
@@ -28,7 +28,7 @@ from kvjax.protocol import KVTransform
 _flush_layer = compiled(static_argnums=1, donate_argnums=0)(flush)
 
 
-def compile_flush(compiler: Compiler, caches: tuple[Cache, ...], interval: int) -> None:
+def compile_flush(compiler: Programs, caches: tuple[Cache, ...], interval: int) -> None:
     """Compiles the flush of each layer, once for all layers whose caches are alike."""
     for cache in caches:
         key = jax.tree.structure(cache), tuple(x.shape for x in jax.tree.leaves(cache))
@@ -51,6 +51,7 @@ def begin(
     on_layer: Callable[[int], None] | None,
     last: bool = True,
     repetition: Repetition | None = None,
+    then: Then | None = None,
 ) -> Context:
     """Makes a context of new caches that hold these prompts.
 
@@ -58,13 +59,16 @@ def begin(
       widths: the length that each prompt would be padded to alone.
       last: whether the caches are compressed; else they are readings, as in `attend`.
       repetition: how the prompts are repeated, if a layer's method wants that.
+      then: as in `read_prompt`.
     """
     groups = grouped(prompts, widths, layers, size.mesh)
     length, repetitions = np.array([len(prompt) for prompt in prompts], np.int32), None
     if wants_repetition(layers):
         repetition = (repetition or Repetition()).fitting(int(length.max()), model.max_positions)
         repetitions = [pieces_of(repetition, g, prompts, length, size.mesh) for g in groups]
-    logits, caches = read_prompt(model, layers, groups, size, compiler, on_layer, last, repetitions)
+    logits, caches = read_prompt(
+        model, layers, groups, size, compiler, on_layer, last, repetitions, then
+    )
     return Context(
         caches=caches,
         logits=logits,
@@ -98,37 +102,48 @@ def further(
     on_layer: Callable[[int], None] | None,
     last: bool = True,
     repetition: Repetition | None = None,
+    then: Then | None = None,
 ) -> Context:
     """Reads one more prompt of each row that has one, into the caches of a context.
 
-    The context is donated: the returned one takes its memory over.
+    The context is donated: the returned one takes its memory over. Whatever a method raises, it
+    raises before anything is computed, and the context then stays as it is.
 
     Args:
       prompts: one per row; None: the row takes no part.
       last: whether the caches are compressed; else they are readings of all rows, as in `attend`.
       repetition: how the prompts are repeated; None: they are not, as questions.
+      then: as in `read_prompt`.
     """
     rows = [np.asarray(row or (), np.int32) for row in prompts]
     count = np.array([row.size for row in rows], np.int32)
     widths = [bucket(row.size, None, buckets) if row.size else 0 for row in rows]
     length, mesh = np.asarray(context.length), context.size.mesh
     groups = grouped(rows, widths, context.layers, mesh, length)
-    repetitions = None
+    repetitions, active = None, count > 0
     if repetition is not None and wants_repetition(context.layers):
-        longest = int((length + count)[count > 0].max())
+        longest = int((length + count)[active].max())
         repetition = repetition.fitting(longest, model.max_positions)
         repetitions = [pieces_of(repetition, g, rows, length + count, mesh) for g in groups]
+
+    # A prompt's end is a flush of its rows. Rows without a prompt have not been flushed then, and
+    # steps are counted for all rows together.
+    interval = None if active.all() else flush_interval(context.caches)
+
+    def flush_and_then(tracer: Tracer, logits: Array, caches: tuple[Cache, ...]) -> None:
+        if interval is not None:
+            compile_flush(tracer, caches, interval)
+        if then is not None:
+            then(tracer, logits, caches)
+
     logits, caches = read_prompt(
-        model, context.layers, groups, context.caches, compiler, on_layer, last, repetitions
-    )
-    active, waiting = count > 0, context.waiting
-    if active.all():
-        waiting = put(np.int32(0), mesh)  # a prompt's end is a flush of its rows
-    elif (interval := flush_interval(caches)) is not None:
-        # Rows without a prompt have not been flushed. Steps are counted for all rows together.
+        model, context.layers, groups, context.caches, compiler, on_layer, last, repetitions,
+        flush_and_then,
+    )  # fmt: skip
+    if interval is not None:
         compile_flush(compiler, caches, interval)
         caches = flush_all(caches, interval)
-        waiting = put(np.int32(0), mesh)
+    flushed = interval is not None or active.all()
     return dataclasses.replace(
         context,
         caches=caches,
@@ -136,5 +151,5 @@ def further(
         seen=context.seen | put_rows(_tokens_of(prompts, model.vocab_size), mesh),
         length=put(length + count, mesh),
         prompt_tokens=context.prompt_tokens + count,
-        waiting=waiting,
+        waiting=put(np.int32(0), mesh) if flushed else context.waiting,
     )

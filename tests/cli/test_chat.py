@@ -75,6 +75,18 @@ def test_what_does_not_fit_is_said_and_changes_nothing(chat):
     assert err.endswith("/reset begins a new conversation\n") and "room for 6 more tokens" in err
 
 
+def test_a_turn_without_room_is_refused_and_changes_nothing(chat):
+    options = ("--method", "kvzip(room=8)", "--budget", "24")
+    first, before, after, second = chat(
+        "Once upon a time", "/bytes", "one two three " * 4, "/bytes", "Then", options=options,
+    )[0].splitlines()  # fmt: skip
+    expected = chat("Once upon a time", "Then", options=options)[0].splitlines()
+    assert [first, second] == expected and before == after
+    err = chat("Once upon a time", "one two three " * 4, options=options)[1].removeprefix(CUT)
+    assert "at most 8 tokens to fit into the cache of KVzip(" in err
+    assert err.endswith("in row 0; /reset begins a new conversation\n") and err.count("\n") == 1
+
+
 def test_answers_have_room_too(chat):
     out, err = chat("Once upon a time", " a", "b", options=("--max-prompt", "16"))
     assert len(out.splitlines()) == 2, "the second answer takes what is left"

@@ -75,6 +75,28 @@ def test_what_is_kept_is_told(capsys, document, tinystories, tmp_path):
     assert said.endswith("% of the full cache\n") and said.count("\n") == 1
 
 
+def test_questions_have_the_room_of_the_method(capsys, document, tinystories, tmp_path):
+    """Unless more is asked for, which is refused before the document is read."""
+    args = ["read", document, "--out", tmp_path / "out", "--model", tinystories]
+    method = ["--method", "kvzip(room=24)", "--max-new", "4"]
+    said = error(capsys, *args, *method, "--max-questions", "25")
+    assert "--max-questions must be at most 24, which KVzip(" in said and ", got 25" in said
+    assert not (tmp_path / "out").exists()
+    said = error(capsys, *args, "--method", "kvzip(room=0)")
+    assert "--max-questions must be at most 0, which KVzip(" in said
+
+    assert main([str(arg) for arg in (*args, *method, "--json")]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["max_questions"] == 24
+    assert "a question may have 24 tokens, which KVzip(" in err
+    asked = json.loads(output(capsys, "ask", tmp_path / "out", "word " * 20, "--json"))
+    (answer,) = asked["results"]
+    assert 16 < answer["prompt_tokens"] <= 24
+    assert json.loads(output(capsys, *args, *method, "--max-questions", "9", "--json"))[
+        "max_questions"
+    ] == 9
+
+
 def test_an_earlier_context_is_replaced(read, tmp_path):
     """What an interrupted read has left, too."""
     read()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from .budgets import rows_budget
@@ -18,9 +20,19 @@ class KVzip:
     times ||v_s|| / median over the new document's tokens of ||v||, with `values`.  A token then
     has the mean score of itself and its (kernel - 1) / 2 neighbours on each side in the document,
     where there are zeros before its first and behind its last token.  Sinks and the newest
-    `window` tokens come first.  What is kept of a document stays when another one comes.
-    Of a share, a document gets what its tokens add to the slots of all tokens so far.  Of a number,
-    it gets what earlier documents have left.
+    `window` tokens come first.  Of a document of T tokens,
+
+        n = min(T, max(B(D) - K, b(T)))
+
+    stay, where D counts the tokens of all documents so far and K what is held of earlier ones.
+
+        a share f:   B(D) = min(D, max(floor(f D), sinks + window + 1)),
+                     b(T) = max(floor(f T), window + 1)
+        a number N:  B(D) = N,  b(T) = window + 1
+
+    If K + n > B(max_prompt), the worst of the earlier documents' tokens go: those with the largest
+    floor(16 log2(max score of its document / score)), of which 253 is the most that counts, the
+    newest first. Sinks and windows come last.
     """
 
     def __init__(
@@ -39,7 +51,8 @@ class KVzip:
         self.sinks, self.window, self.max_prompt = sinks, window, max_prompt
         self.options = attention or {}
         self.slots = Slots(**self.options)
-        self.documents: set[int] = set()
+        self.steps_below: dict[int, float] = {}  # of each token that is held of a document
+        self.tokens = 0  # of all documents
         self.length, self.length_before = 0, 0  # the newest token may have been evicted
 
     @property
@@ -69,12 +82,23 @@ class KVzip:
         score = self.pooled(score, new)
         first = slots.positions < self.sinks
         first |= slots.positions >= length - self.window
-        score = np.where(new, np.where(first, np.inf, score), -np.inf)
-        count = min(max(self.slots_of_document(length), 0), int(new.sum()))
-        chosen = set(best(score, count)) | self.others(~new & ~self.is_document())
-        old = set(np.flatnonzero(self.is_document()).tolist())
-        self.documents |= {int(slots.positions[i]) for i in best(score, count)}
-        slots.keep(sorted(chosen | old))
+        count, least = int(new.sum()), self.window + 1
+        self.tokens += count
+        if isinstance(self.budget, float):
+            least = max(math.floor(self.budget * count), least)
+        held = len(self.steps_below)
+        n = min(count, max(self.slots_of_documents(self.tokens) - held, least))
+        ranked = np.where(new, np.where(first, np.inf, score), -np.inf)
+        with np.errstate(divide="ignore"):
+            steps = np.floor(16 * np.log2(score[new].max() / score))
+        steps = np.where(first, -np.inf, np.minimum(steps, 253))
+        earlier = sorted(self.steps_below, key=lambda p: (self.steps_below[p], p))
+        earlier = earlier[: max(self.slots_of_documents(self.max_prompt) - n, 0)]
+        kept = {p: self.steps_below[p] for p in earlier}
+        others = self.others(~new & ~self.is_document())
+        kept |= {int(slots.positions[i]): float(steps[i]) for i in best(ranked, n)}
+        self.steps_below = kept
+        slots.keep(sorted(others | set(np.flatnonzero(self.is_document()).tolist())))
         return outs
 
     def pooled(self, score, new) -> np.ndarray:
@@ -90,18 +114,13 @@ class KVzip:
         old = set(np.flatnonzero(self.is_document()).tolist())
         self.slots.keep(sorted(old | self.others(~self.is_document())))
 
-    def slots_of_document(self, length: int) -> int:
-        """Slots of a document that ends at `length` tokens."""
-        if isinstance(self.budget, int):
-            return self.budget - len(self.documents)
-        minimum = self.sinks + self.window + 1
-        before = min(self.length_before, self.max_prompt)
-        earlier = rows_budget(self.budget, before, minimum) if before else 0
-        return rows_budget(self.budget, min(length, self.max_prompt), minimum) - earlier
+    def slots_of_documents(self, tokens: int) -> int:
+        """Slots of documents that have so many tokens together."""
+        return rows_budget(self.budget, tokens, self.sinks + self.window + 1)
 
     def is_document(self) -> np.ndarray:
         """Marks what is kept of documents, among the live tokens."""
-        return np.isin(self.slots.positions, sorted(self.documents))
+        return np.isin(self.slots.positions, sorted(self.steps_below))
 
     def others(self, among: np.ndarray) -> set[int]:
         """The newest `room` of these tokens."""

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.budgets.heads import HeadShares
 from tests.references.kvzip import KVzip
 from tests.references.rope import rope as rotate
 from tests.support.attending import OPTIONS, attend, init_cache, of_heads
@@ -19,10 +20,17 @@ ROPE = kvjax.Rope(INV_FREQ)
 
 
 class Documents:
-    """Rows of documents, questions and answers, in the library and in one reference per head."""
+    """Rows of documents, questions and answers, in the library and in one reference per head.
+
+    A budget may be a tuple with the share of each head.
+    """
 
     def __init__(self, budget=20, *, heads=(2, 2), attention=None, seed=0, fit=False, **arguments):
-        self.tx = kvjax.KVzip(budget, fit=fit, **arguments)
+        by_head = isinstance(budget, tuple)
+        if by_head:
+            least = arguments.get("sinks", 4) + arguments.get("window", 0) + 1
+            shared = HeadShares((budget,), (0,), least, float(np.mean(budget)))
+        self.tx = kvjax.KVzip(shared if by_head else budget, fit=fit, **arguments)
         self.rng, self.options = np.random.default_rng(seed), attention or {}
         self.kv_heads, self.group = heads
         self.length = np.zeros(ROWS, int)
@@ -34,7 +42,7 @@ class Documents:
         self.heads = [(row, head) for row in range(ROWS) for head in range(heads[0])]
         self.references = {
             (row, head): KVzip(
-                budget,
+                budget[head] if by_head else budget,
                 **arguments,
                 max_prompt=MAX_PROMPT,
                 attention=of_heads(self.options, self.of(head)),
@@ -191,6 +199,70 @@ def test_a_share_grows_with_the_documents():
     assert [len(both.kept(row, 0)) for row in range(3)] == [20, 15, 13]
 
 
+# Documents and questions of three rows, one after the other. Questions are negative numbers.
+SEQUENCES = {
+    "small documents": [(5, 10, 3)] * 4,
+    "a question first": [(-9, -16, 0), (40, 20, 9), (-3, 0, -8), (24, 30, 40)],
+    "until the cache is full": [(10, 30, 50), (20, 2, 52), (40, 40, 1), (50, 1, 1), (1, 50, 2)],
+}
+BUDGETS = {
+    "number": {"budget": 20, "window": 5},
+    "number without a window": {"budget": 12},
+    "share": {"budget": 0.3, "window": 3, "sinks": 2},
+    "share without a window": {"budget": 0.3},
+    "window as large as the budget": {"budget": 20, "window": 15},
+    "heads": {"budget": (0.5, 0.125), "window": 2},
+}
+
+
+@pytest.mark.parametrize("sequence", SEQUENCES)
+@pytest.mark.parametrize("budget", some_slow(BUDGETS, "number", "share", "heads"))
+def test_several_documents(budget, sequence):
+    both = Documents(**BUDGETS[budget], room=16)
+    sinks, window = both.tx.sinks, both.tx.window
+    most = both.cache.kv.capacity - 32 - 16
+    for counts in SEQUENCES[sequence]:
+        start, counts = both.length.copy(), np.array(counts)
+        if (counts < 0).any():
+            both.question(-counts, width=16)
+            continue
+        both.document(counts, pieces=1)
+        for row, head in both.heads:
+            kept = set(both.kept(row, head))
+            assert kept >= {*range(max(start[row], both.length[row] - window), both.length[row])}
+            new = {position for position in kept if position >= start[row]}
+            assert len(new) > 0 or not counts[row], "each document gets something"
+            assert len(kept) <= most + 16
+            assert kept >= {*range(min(sinks, both.length[row]))}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "documents", "kept"),
+    [
+        ({"budget": 0.3}, [5] * 4, [5, 1, 1, 1]),
+        ({"budget": 0.3}, [10] * 4, [5, 3, 3, 3]),
+        ({"budget": 0.3, "window": 3}, [10] * 3, [8, 4, 4]),
+        ({"budget": 0.25}, [40, 40], [10, 10]),
+        # The second one takes the place of the worst tokens of the first.
+        ({"budget": 20, "window": 5}, [40, 40], [20 - 6, 6]),
+        ({"budget": 20}, [12, 40, 40], [12 - 1, 8, 1]),
+    ],
+)
+def test_slots_of_each_document(arguments, documents, kept):
+    both = Documents(**arguments, room=0)
+    for count in documents:
+        both.document((count,) * 3, pieces=1)
+    edges = np.cumsum([0, *documents])
+    assert np.histogram(both.kept(0, 0), edges)[0].tolist() == kept
+
+
+def test_a_question_takes_nothing_of_a_documents_share():
+    both = Documents(budget=0.3, window=10, room=16)
+    both.question((16, 0, 8), width=16).document((50, 50, 50))
+    documents = [len(both.kept(row, 0)) - (16, 0, 8)[row] for row in range(3)]
+    assert documents == [15, 15, 15]
+
+
 @pytest.mark.parametrize("values", [False, True])
 def test_a_token_with_a_large_value_is_kept_for_it(values):
     """Probabilities are equal: values alone decide, if they count."""
@@ -219,11 +291,12 @@ def with_large_values(*positions, **arguments) -> Documents:
     return both.document((30, 30, 30), pieces=1)
 
 
-def test_a_prompt_without_repetition_has_to_fit_into_the_room():
-    both = Documents(room=10)
-    message = r"room=10\) must see a prompt repeated, .* of up to 56 tokens"
-    with pytest.raises(ValueError, match=message):
-        both.question((12, 3, 1), width=56)
+def test_of_a_longer_prompt_without_repetition_the_newest_tokens_stay():
+    """`generate` refuses such a turn; `attend` knows no more than the padded length."""
+    both = Documents(room=10).document((20, 30, 9))
+    both.question((12, 10, 1), width=56)
+    assert [len(both.kept(row, 0)) for row in range(3)] == [30, 30, 10]
+    assert set(both.kept(0, 0)) >= {*range(22, 32)}
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from kvjax.budgets.budgets import Budget, check_budget, most_slots, rows_budget
 from kvjax.budgets.heads import HeadShares
 from kvjax.budgets.layers import Table
 from kvjax.cache.payload import take_slots, write_slots
-from kvjax.cache.selection import evictable, keep_best
+from kvjax.cache.selection import evictable, keep_best, newest
 from kvjax.cache.slots import KVCache
 from kvjax.checks import check_count, check_flag
 from kvjax.decisions import Keep, Retain
@@ -25,10 +26,26 @@ from kvjax.transforms.pooling import check_kernel, pool
 from pallas_kernels import prompt_attention
 from pallas_kernels.base.logits import visible_slots
 
-DOCUMENT = "document"  # the column that marks tokens of prompts that were repeated
+# Column of how important a token is for its document (`_importance`): 255 for sinks and windows, 0
+# for tokens of no document. It takes a byte for each slot, as a mark alone would.
+DOCUMENT = "document"
+STAYS = 255
+STEPS = 16  # of importance, for each factor of two between scores
 # Of each head, so many times the budget are fitted. Memory and time of a fit grow with the square
 # of its slots, so that the few heads that keep nearly all of their tokens would decide both.
 MOST_FITTED = 4
+
+
+class KVzipState(NamedTuple):
+    """What `KVzip` knows beside the slots.
+
+    Args:
+      table: budgets of the layer, as in `PromptBudget`.
+      tokens: tokens of all documents of a row so far, evicted ones included.
+    """
+
+    table: Table
+    tokens: Int[Array, " B"]
 
 
 @dataclass(frozen=True)
@@ -44,20 +61,32 @@ class KVzip(PromptBudget):
     `budget` tokens of each head stay. So what is kept serves any question that comes later.
 
     Nothing of the repetition is stored. What `kvjax.read` reads, and the first prompt of
-    `kvjax.generate`, is repeated. A further document of a context is compressed by itself: what was
-    kept before stays. Prompts that are not repeated, such as questions, stay whole beside the
-    documents, and so do answers. They have `room` slots between turns; if there are more of them,
-    the oldest go.
+    `kvjax.generate`, is repeated. A further document of a context is compressed by itself. Of a
+    document of T tokens, a head keeps
+
+        n = min(T, max(B(D) − K, b(T)))
+
+    tokens, where D is the number of tokens of all documents so far, this one included, and K the
+    number that the head holds of earlier documents. With a share f, `B(D) = min(D, max(⌊f·D⌋, sinks
+    + window + 1))` and `b(T) = max(⌊f·T⌋, window + 1)`; with a number, `B(D) = budget` and `b(T) =
+    window + 1`. What was kept before stays, unless K + n is more than `B(max_prompt)`, the slots
+    that there are for documents: then the tokens of earlier documents with the lowest scores go,
+    each score taken relative to the highest one of its document, in steps of 1/16 of a factor of
+    two. Sinks and windows are the last to go.
+
+    Prompts that are not repeated, such as questions, stay whole beside the documents, and so do
+    answers. They have `room` slots between turns; if there are more of them, the oldest go.
+    `kvjax.generate` refuses a turn that is not repeated and has more than `room` tokens.
 
     Args:
       budget: slots kept of documents per KV head, sinks and window included. A float is a share of
-        each row's tokens so far. An int is for all documents of a context together: those that
-        come later get what earlier ones have left.
+        the tokens of all documents so far. An int is for all documents of a context together:
+        those that come later get what earlier ones have left, and `window + 1` at least.
       values: whether scores count the size of values; False in the paper.
       kernel: number of neighbouring tokens, odd, over which scores are averaged, with zeros beyond
         both ends of a document; 3. It is 1 in the paper, where each token has its own score.
       sinks: tokens at positions 0 … sinks − 1 that always stay; 4.
-      window: newest tokens of a document that always stay; 0, as in the paper.
+      window: newest tokens of each document that always stay; 0, as in the paper.
       room: slots for questions and answers of earlier turns; 256.
       fit: whether the tokens that stay get masses and values for which attention over them is as
         close as possible to attention over the whole document; False, as in the paper. See
@@ -122,33 +151,64 @@ class KVzip(PromptBudget):
         documents = most_slots(self.budget, extent.longest_prompt, self.minimum)
         return extent.keep(documents + self.room)
 
-    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Table]:
-        """Adds the column that marks tokens of documents, and makes the table of budgets."""
-        cache = cache.with_column(DOCUMENT, jnp.zeros(cache.shape, bool), fill=False, merge="keep")
-        return super().init(cache, layer)
+    @property
+    def longest_turn(self) -> int:
+        """Tokens of a turn that is not repeated find `room` slots."""
+        return self.room
 
-    def on_prompt(self, cache: KVCache, state: Table, step: Step) -> tuple[Keep | Retain, Table]:
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, KVzipState]:
+        """Adds the column that marks tokens of documents, and makes the table of budgets."""
+        unmarked = jnp.zeros(cache.shape, jnp.uint8)
+        cache = cache.with_column(DOCUMENT, unmarked, fill=0, merge="keep")
+        cache, table = super().init(cache, layer)
+        return cache, KVzipState(table, jnp.zeros_like(cache.length))
+
+    def on_prompt(
+        self, cache: KVCache, state: KVzipState, step: Step
+    ) -> tuple[Keep | Retain, KVzipState]:
         """Keeps the best tokens of a document, or all of a prompt that was not repeated."""
-        document = cache.column(DOCUMENT)
+        live, mark = evictable(cache), cache.column(DOCUMENT)
+        before = live & (mark > 0)
         if step.repetition is None:
-            return self._keep_questions(cache, document), state
-        live = evictable(cache)
+            return Retain(before | self._newest_others(cache, live & (mark == 0))), state
         new = live & (cache.position >= step.length_before[:, None, None])
-        before = live & document
-        others = self._newest_others(cache, live & ~new & ~document)
-        slots = self.rows_budget(cache, state).reshape(step.rows.shape[0], -1)  # [B, 1] or [B, H]
-        if isinstance(self.budget, int):
-            slots = jnp.maximum(slots - before.sum(-1), 0)
-        else:  # the share of all tokens so far, less that of earlier documents
-            slots = slots - self._slots_before(step.length_before, cache, state)
+        tokens = cache.length - step.length_before  # T
+        total = state.tokens + tokens  # D
+        slots = self._slots(total, cache, state.table) - before.sum(-1)
+        slots = jnp.maximum(slots, self._least(tokens, cache, state.table))
         slots = jnp.minimum(slots, new.sum(-1))
+        most = self._slots(jnp.full_like(tokens, cache.max_prompt), cache, state.table)
+        importance = mark.astype(jnp.float32)
+        before = keep_best(importance, before, cache.position, jnp.maximum(most - slots, 0))
+        others = self._newest_others(cache, live & ~new & (mark == 0))
+        stays = (cache.position < self.sinks) | newest(cache, self.window)
         score = self._score(cache, step, new)
         keep = Keep(
             slots + (before | others).sum(-1), jnp.where(new, score, -jnp.inf),
-            always=before | others | (new & (cache.position < self.sinks)),
-            newest=jnp.full(cache.shape[:1], self.window), columns={DOCUMENT: document | new},
+            always=before | others | (new & stays), newest=jnp.minimum(tokens, self.window),
+            columns={DOCUMENT: jnp.where(new, _importance(score, new, stays), mark)},
         )  # fmt: skip
+        state = state._replace(tokens=step.of_rows(total, state.tokens))
         return (self._fitted(keep, cache, step, new) if self.fit else keep), state
+
+    def _slots(
+        self, tokens: Int[Array, " B"], cache: KVCache, table: Table
+    ) -> Int[Array, "B H"] | Int[Array, "B 1"]:
+        """Returns B of the docstring: the slots of documents with so many tokens together."""
+        slots = rows_budget(self.budget, tokens, cache.max_prompt, self.minimum, table)
+        return slots.reshape(tokens.shape[0], -1)
+
+    def _least(
+        self, tokens: Int[Array, " B"], cache: KVCache, table: Table
+    ) -> Int[Array, "B H"] | Int[Array, "B 1"]:
+        """Returns b of the docstring: the fewest slots of one document of so many tokens."""
+        budget, least = self.budget, self.window + 1
+        if isinstance(budget, int | np.integer):
+            return jnp.full((tokens.shape[0], 1), least)
+        if isinstance(budget, HeadShares):
+            budget = dataclasses.replace(budget, minimum=least)
+        slots = rows_budget(budget, tokens, cache.max_prompt, least, table)
+        return slots.reshape(tokens.shape[0], -1)
 
     def _score(
         self, cache: KVCache, step: Step, document: Bool[Array, "B H S"]
@@ -203,25 +263,19 @@ class KVzip(PromptBudget):
         room, age = jnp.full(cache.shape[:1], self.room), cache.position.astype(jnp.float32)
         return keep_best(age, others, cache.position, room)
 
-    def _slots_before(
-        self, length: Int[Array, " B"], cache: KVCache, table: Table
-    ) -> Int[Array, "B H"] | Int[Array, "B 1"]:
-        """Returns the documents' slots of rows with so many tokens; none of an empty row."""
-        slots = rows_budget(self.budget, length, cache.max_prompt, self.minimum, table)
-        return jnp.where(length[:, None] > 0, slots.reshape(length.shape[0], -1), 0)
 
-    def _keep_questions(self, cache: KVCache, document: Bool[Array, "B H S"]) -> Retain:
-        """Keeps all documents, and the newest `room` of all other tokens."""
-        tokens = cache.slots - cache.capacity  # of this prompt, padded
-        if tokens > self.room:
-            raise ValueError(
-                f"KVzip(room={self.room}) must see a prompt repeated, or the prompt must fit into "
-                f"room, got one of up to {tokens} tokens: read it by kvjax.read, or give KVzip "
-                "more room"
-            )
-        live = evictable(cache)
-        keep = live & (document | self._newest_others(cache, live & ~document))
-        return Retain(keep)
+def _importance(
+    score: Float[Array, "B H S"], document: Bool[Array, "B H S"], stays: Bool[Array, "B H S"]
+) -> UInt8[Array, "B H S"]:
+    """Returns what the column `DOCUMENT` holds of a document's tokens.
+
+    It is 254 for the highest score, one less for each step below it, and 1 at least.
+    """
+    score = jnp.maximum(score, 1e-30)
+    highest = jnp.where(document, score, 1e-30).max(-1, keepdims=True)
+    steps = jnp.floor(STEPS * jnp.log2(highest / score))
+    importance = jnp.clip(STAYS - 1 - steps, 1, STAYS - 1)
+    return jnp.where(stays, STAYS, importance).astype(jnp.uint8)
 
 
 def _relative_size(
