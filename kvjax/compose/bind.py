@@ -73,14 +73,17 @@ def bind(
 def _ring(window: int, transform: KVTransform, layer: int, num_layers: int) -> KVTransform:
     """Returns a layer's ring in the stored form of the transform; under `Everywhere` the method."""
     transform = chosen(transform, layer, num_layers)
-    if isinstance(transform, HeadGroups):
-        rings = [_ring(window, tx, layer, num_layers) for tx in by_head_groups(transform)]
-        return rings[0] if len(set(rings)) == 1 else transform.with_transforms(rings)
-    parts = list(walk(transform))
-    if any(isinstance(part, Everywhere) for part in parts):
+    groups = by_head_groups(transform)
+    if all(any(isinstance(part, Everywhere) for part in walk(tx)) for tx in groups):
         return transform.for_layer(layer, num_layers)
+    if isinstance(transform, HeadGroups):
+        rings = [_ring(window, tx, layer, num_layers) for tx in groups]
+        # No method for all heads does what rings do in some of them.
+        return rings[0] if len(set(rings)) == 1 else transform.with_transforms(rings, None)
     methods = (
-        part for part in parts if part.stage == Stage.REPRESENT and not inner_transforms(part)
+        part
+        for part in walk(transform)
+        if part.stage == Stage.REPRESENT and not inner_transforms(part)
     )
     # A method that brings a form of storage of its own (SpindleKV) becomes a chain: it is replaced.
     stored = (part.for_layer(layer, num_layers) for part in methods)

@@ -11,12 +11,12 @@ from kvjax.compose.wrappers import (
     Everywhere,
     HeadGroups,
     LayerChoice,
+    MethodHeads,
     PerLayer,
     by_head_groups,
+    map_head_groups,
 )
 from kvjax.protocol import Full, KVTransform
-
-MethodHeads = tuple[int, ...] | tuple[tuple[int, ...], ...] | None
 
 
 def walk(transform: KVTransform) -> Iterator[KVTransform]:
@@ -61,17 +61,17 @@ def chosen(transform: KVTransform, layer: int, num_layers: int) -> KVTransform:
     if isinstance(transform, LayerChoice):
         choice = transform.chosen(layer, num_layers)
         return choice if choice is transform else chosen(choice, layer, num_layers)
+    if isinstance(transform, HeadGroups):
+        return transform.map(lambda part, _: chosen(part, layer, num_layers))
     inner = [chosen(part, layer, num_layers) for part in inner_transforms(transform)]
     if isinstance(transform, Chain):
         return joined_parts(inner)
-    if isinstance(transform, HeadGroups):
-        return transform.with_transforms(inner)
     if not inner:
         return transform
     (base,) = inner
     if isinstance(transform, Everywhere):
         if isinstance(base, HeadGroups):
-            return base.with_transforms(map(Everywhere, by_head_groups(base)))
+            return map_head_groups(Everywhere, base)
         return Everywhere(base)
     return base if isinstance(base, Full) else dataclasses.replace(transform, base=base)
 
@@ -90,7 +90,8 @@ def map_methods(
 
     Args:
       function: is given a method, and the KV heads that `HeadGroups` gives it: the same in all
-        layers, or those of each layer if it has an order; None: all.
+        layers, or those of each layer if it has an order; None: all. A method of all heads beside
+        the groups (`HeadGroups.whole`) is replaced as those of the groups are.
       transform: any.
       by_head: whether `ByHead` is replaced by the head groups that it makes for each layer. Else it
         stays, and methods in it are given None.
@@ -126,10 +127,7 @@ def _mapped(
 ) -> KVTransform:
     """Does `map_methods` for a composition without `PerLayer`, whose head groups are outside."""
     if isinstance(transform, HeadGroups):
-        return transform.with_transforms(
-            _mapped(function, tx, group)
-            for group, tx in zip(transform.heads, by_head_groups(transform), strict=True)
-        )
+        return transform.map(lambda part, of_part: _mapped(function, part, of_part))
     inner = [_mapped(function, part, heads) for part in inner_transforms(transform)]
     if isinstance(transform, Chain):
         return chain(*inner)

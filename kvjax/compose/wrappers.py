@@ -76,6 +76,8 @@ class PerLayer(LayerChoice):
 
 
 Heads = Sequence[int] | Int[Array, " H"]  # numbers of KV heads
+MethodHeads = tuple[int, ...] | tuple[tuple[int, ...], ...] | None
+"""KV heads of a method: the same in all layers, or those of each layer; None: all of them."""
 
 
 @dataclass(frozen=True)
@@ -141,13 +143,24 @@ class HeadGroups(KVTransform):
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
         """Returns the groups, each with its transform for this layer."""
-        whole = None if self.whole is None else self.whole.for_layer(layer, num_layers)
+        return self.map(lambda transform, _: transform.for_layer(layer, num_layers))
+
+    def map(self, function: Callable[[KVTransform, MethodHeads], KVTransform]) -> HeadGroups:
+        """Replaces each group's transform, and the method for all heads where there is one.
+
+        Args:
+          function: is given a transform and its KV heads, the same in all layers, or with an order
+            those of each layer. For the method for all heads they are None if it has the heads in
+            their own order.
+        """
+        of_groups = zip(self.heads, by_head_groups(self), strict=True)
         return self.with_transforms(
-            (tx.for_layer(layer, num_layers) for _, tx in self.groups), whole
+            [function(transform, heads) for heads, transform in of_groups],
+            None if self.whole is None else function(self.whole, self.order),
         )
 
     def with_transforms(
-        self, transforms: Iterable[KVTransform], whole: KVTransform | None = None
+        self, transforms: Iterable[KVTransform], whole: KVTransform | None
     ) -> HeadGroups:
         """Replaces the groups' transforms, in their order, and the method for all heads."""
         pairs = zip(self.groups, transforms, strict=True)
@@ -189,7 +202,7 @@ def map_head_groups(
     """Replaces the transform of a bound layer, or that of each of its head groups."""
     if not isinstance(layer, HeadGroups):
         return function(layer)
-    return layer.with_transforms(function(tx) for _, tx in layer.groups)
+    return layer.map(lambda transform, _: function(transform))
 
 
 def in_head_order(heads: Sequence[Heads], arrays: Sequence[Array]) -> Array:

@@ -11,13 +11,17 @@ import pytest
 import kvjax
 import kvjax.evaluation
 from kvjax import Everywhere, HeadGroups, InfiniGen, PerLayer, Quantize, SnapKV, chain, plot
-from kvjax.compose.walks import walk
+from kvjax.compose.walks import chosen, map_methods, walk
+from kvjax.compose.wrappers import map_head_groups
 from kvjax.generation.calibration import WithCalibration
+from kvjax.generation.head_profiles import with_profiles
 from kvjax.generation.planning import plan
 from kvjax.models.blocks import wants_prediction
 from kvjax.protocol import Wrapper
+from kvjax.serialization import from_json, to_json
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
 from tests.generation.test_generate import RAGGED, generate, model
+from tests.support import cases
 from tests.support.attending import same_arrays
 from tests.support.marks import some_slow
 
@@ -172,6 +176,10 @@ def test_a_plan_has_the_bytes_of_a_calibration(name):
     assert given.transform == COMPOSITIONS[name]
 
 
+SHARED = kvjax.ByHead(
+    SnapKV(0.5, window=8),
+    kvjax.HeadProfile(np.array([[[0.8, 1.0], [0.0, 1.0]], [[0.2, 1.0], [0.4, 1.0]]]), "snapkv"),
+)
 EVICTS_AND_STORES = Around(chain(EVICTS, STORES))
 RING = kvjax.Ring(WINDOW)
 RINGS = {
@@ -179,6 +187,7 @@ RINGS = {
     "wrapper": (Around(chain(EVICTS, STORES)), chain(RING, STORES)),
     "wrapper of everywhere": (Around(chain(Everywhere(EVICTS), STORES)), EVICTS_AND_STORES),
     "all of it everywhere": (Everywhere(FULL), FULL),
+    "by head everywhere": (Everywhere(SHARED), kvjax.bind(SHARED, LAYERS)[1]),
     "per layer in everywhere": (Everywhere(not_first(FULL, EVICTS)), FULL),
     "every per layer": (kvjax.Every(not_first(Everywhere(EVICTS)), 4), kvjax.Every(EVICTS, 4)),
     "chain of head groups": (
@@ -241,6 +250,70 @@ def test_a_context_is_saved_with_its_calibrations(name, tmp_path):
     loaded = kvjax.load_context(tmp_path / "own", model())
     assert loaded.transform == calibrated(name)
     same_arrays(loaded, context)
+
+
+OF_ALL_HEADS = {  # their head groups have a method for all heads
+    "by head": SHARED,
+    "chain of by head": chain(SHARED, STORES, SELECTS),
+    "by head of a chain": dataclasses.replace(SHARED, base=chain(SHARED.base, STORES)),
+    "by head in everywhere": Everywhere(SHARED),
+    "by head in per layer": not_first(chain(SHARED, STORES)),
+    "by head in a wrapper of one's own": not_first(Everywhere(dataclasses.replace(
+        SHARED, base=Around(SHARED.base)))),
+    "head groups with an order": HeadGroups(
+        (((0,), SnapKV(8, window=4)), ((1,), SnapKV(24, window=4))), ((1, 0), (0, 1)),
+        whole=kvjax.Every(SnapKV(16, window=4), steps=4),
+    ),
+}  # fmt: skip
+EVERY_COMPOSITION = {  # with the number of layers that it is for
+    **{name: (tx, LAYERS) for name, tx in (COMPOSITIONS | OF_ALL_HEADS).items()},
+    **{f"case {name}": (tx, cases.CALIBRATION.num_layers) for name, tx in cases.CASES.items()},
+}
+WALKS = {
+    "map_methods": lambda tx: map_methods(lambda method, _: method, tx),
+    "map_methods around by_head": lambda tx: map_methods(lambda x, _: x, tx, by_head=False),
+    "chosen": lambda tx: PerLayer(lambda layer, layers: chosen(tx, layer, layers)),
+    "bind": lambda tx: PerLayer(lambda layer, layers: kvjax.bind(tx, layers)[layer]),
+    "map_head_groups": lambda tx: PerLayer(
+        lambda layer, layers: map_head_groups(lambda x: x, kvjax.bind(tx, layers)[layer])
+    ),
+    "with_profiles": lambda tx: with_profiles(tx, model(), lambda: pytest.fail("none is missing")),
+}
+
+
+@pytest.mark.parametrize("walked", WALKS)
+def test_a_walk_that_changes_nothing_loses_nothing(walked):
+    """No field of any part of any composition."""
+    for name, (transform, num_layers) in EVERY_COMPOSITION.items():
+        layers = kvjax.bind(transform, num_layers)
+        assert kvjax.bind(WALKS[walked](transform), num_layers) == layers, name
+        assert (name not in OF_ALL_HEADS) or layers[1].whole is not None
+
+
+def test_a_serialized_composition_loses_nothing():
+    for name, (transform, num_layers) in EVERY_COMPOSITION.items():
+        if "own" not in name:
+            layers = kvjax.bind(transform, num_layers)
+            assert from_json(to_json(layers)) == layers, name
+
+
+def test_the_method_of_all_heads_changes_with_those_of_the_groups():
+    """It is given its heads in the order of their numbers: those of each layer, or None for all."""
+    calls = []
+
+    def double(method: SnapKV, heads: object) -> SnapKV:
+        calls.append((method.budget, heads))
+        return dataclasses.replace(method, budget=2 * method.budget)
+
+    groups = OF_ALL_HEADS["head groups with an order"]
+    doubled = map_methods(double, groups)
+    assert [tx.budget for _, tx in doubled.groups] == [16, 48]
+    assert doubled.whole == kvjax.Every(SnapKV(32, window=4), steps=4)
+    assert doubled.order == groups.order
+    assert calls == [(8, ((1,), (0,))), (24, ((0,), (1,))), (16, ((1, 0), (0, 1)))]
+    calls.clear()
+    map_methods(double, dataclasses.replace(groups, order=None))
+    assert calls == [(8, (0,)), (24, (1,)), (16, None)]
 
 
 def test_kvcrush_finds_another_one_anywhere():
