@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -43,7 +44,14 @@ from kvjax.transforms.random import GENERATOR
 FORMAT = 3
 _CALIBRATIONS = InfiniGenCalibration | OutlierHeads | HeadProfile
 _ABOUT, _ARRAYS = "about", "arrays"  # items of a checkpoint
-_UNFINISHED = ".orbax-checkpoint-tmp"  # Orbax adds it to the name of an incomplete checkpoint
+_UNFINISHED = ".orbax-checkpoint-tmp"  # Orbax adds it to the name of an incomplete folder
+# Names of checkpoints and of what is in them, while they are written and afterwards. Orbax may add
+# a time to the names of incomplete ones. Folders with other names are of other programs.
+_INCOMPLETE = rf"{re.escape(_UNFINISHED)}(-\d+)?"
+_CHECKPOINT = re.compile(rf"[1-9][0-9]*({_INCOMPLETE})?")
+_IN_CHECKPOINT = re.compile(
+    rf"({_ABOUT}|{_ARRAYS})({_INCOMPLETE})?|_CHECKPOINT_METADATA|commit_success\.txt"
+)
 
 
 @automatic()
@@ -222,15 +230,20 @@ def check_free(folder: Path) -> None:
 
 
 def _is_checkpoint(place: Path) -> bool:
-    """Returns whether this is a checkpoint of `save_context`, complete or interrupted."""
-    if _UNFINISHED in place.name:
-        return place.is_dir()
-    return place.name.isdecimal() and all((place / item).is_dir() for item in (_ABOUT, _ARRAYS))
+    """Returns whether this is a checkpoint of `save_context`, complete or interrupted.
+
+    It holds nothing but what `save_context` writes, so that another program's is not taken for one.
+    """
+    if not _CHECKPOINT.fullmatch(place.name) or not place.is_dir():
+        return False
+    items = [item.name for item in place.iterdir() if not is_hidden(item)]
+    complete = _UNFINISHED in place.name or {_ABOUT, _ARRAYS} <= set(items)
+    return complete and all(map(_IN_CHECKPOINT.fullmatch, items))
 
 
 def _steps(folder: Path) -> list[Path]:
     """Returns the complete checkpoints in a folder: several if a save was interrupted."""
-    return [x for x in folder.iterdir() if x.name.isdecimal() and _is_checkpoint(x)]
+    return [x for x in folder.iterdir() if _UNFINISHED not in x.name and _is_checkpoint(x)]
 
 
 def _newest(folder: Path) -> Path:

@@ -168,8 +168,13 @@ def test_damaged_folders_are_refused(how, saved, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["2024/sea.jpg", "1/default/d", "7", "1.orbax-checkpoint-tmp", "1.partial/arrays", "notes.txt"],
-)
+    [
+        "2024/sea.jpg", "1/default/d", "7", "1.orbax-checkpoint-tmp", "1.partial/arrays",
+        "notes.txt", "1000.orbax-checkpoint-tmp/state/weights", "1.orbax-checkpoint-tmp/notes.txt",
+        "state.orbax-checkpoint-tmp/about", "1.orbax-checkpoint-tmp.old/arrays/d", "\u0663/about",
+        "1.orbax-checkpoint-tmp-mine/arrays.orbax-checkpoint-tmp/d",
+    ],
+)  # fmt: skip
 def test_what_others_wrote_stays(tmp_path, saved, name):
     place = tmp_path / "own" / name
     place.parent.mkdir(parents=True)
@@ -179,6 +184,17 @@ def test_what_others_wrote_stays(tmp_path, saved, name):
     assert place.read_text() == "mine" and len(list(place.parent.iterdir())) == 1
     with pytest.raises(ValueError, match="no folder of a context"):
         kvjax.load_context(tmp_path / "own", model())
+
+
+@pytest.mark.parametrize("extra", ["state/weights", "notes.txt"])
+def test_a_checkpoint_with_more_in_it_is_of_another_program(tmp_path, saved, extra):
+    own = shutil.copytree(saved[0], tmp_path / "own")
+    (step,) = (place for place in own.iterdir() if not is_hidden(place))
+    (step / extra).parent.mkdir(exist_ok=True)
+    (step / extra).write_text("mine")
+    with pytest.raises(ValueError, match=f"it holds {step.name}$"):
+        save(own, saved[1])
+    assert (step / extra).read_text() == "mine"
 
 
 def test_folders_that_are_none(saved, tmp_path):
