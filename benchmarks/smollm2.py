@@ -24,6 +24,7 @@ from pathlib import Path
 from common import environment
 
 from kvjax.evaluation.cells.grid import ALL_METHODS
+from kvjax.files import write_whole
 
 METHODS = (
     *ALL_METHODS, "quantize", "quantize(bits=4)", "chain(quantize, clusterkv)",
@@ -104,7 +105,7 @@ def run_command(path: Path, name: str, words: Sequence[str], model: str) -> None
     seconds = round(before + time.monotonic() - start, 1)
     noted["parts"][name] = {"command": command, "seconds": seconds}
     noted["environment"] = environment()
-    path.write_text(json.dumps(noted, indent=1) + "\n")
+    write_whole(path, json.dumps(noted, indent=1) + "\n")
     if done.returncode:
         sys.exit(done.returncode)
 

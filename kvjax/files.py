@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import stat
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,8 @@ from typing import Any
 MOST_JSON_BYTES = 2**26
 """Size of the largest JSON file that is read."""
 
+# Folders of files that are being written, and the time after which nobody writes them any more.
+_UNFINISHED, _LEFT_SECONDS = ".kvjax-unfinished-", 3600
 _OFF = ("", "0", "off")  # values of KVJAX_CACHE that switch it off
 _HIDDEN = {"thumbs.db", "desktop.ini", "icon\r", "@eadir"}  # files of Windows, macOS, and a NAS
 
@@ -88,11 +93,11 @@ def _reason(error: OSError | ValueError) -> str:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Adds the path to an OSError that lacks it, such as that of a full disk."""
+    """Names the path in an OSError, which may lack it or name a file that a user does not know."""
     try:
         yield
     except OSError as error:
-        if error.filename is not None or error.errno is None:
+        if error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
 
@@ -122,9 +127,40 @@ def user_cache() -> Path | None:
     return None
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a temporary file and renames it, so that a reader never sees half a file."""
-    temporary = path.with_name(path.name + ".part")
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes a file in one piece: a reader sees the earlier content or this one, never a part.
+
+    The content goes to a file in a hidden folder beside `path`, which is then renamed. So several
+    threads and processes may write to one path, and the last one to finish stays. A new file has
+    the permissions of any new file, and a replaced one those that it had. Hidden folders that
+    killed processes left an hour ago or earlier are removed.
+
+    Args:
+      path: the file; its folder must exist.
+      content: bytes, or text, which is written as UTF-8.
+
+    Raises:
+      OSError: the file cannot be written; names `path`.
+
+    Example:
+      >>> import tempfile
+      >>> from pathlib import Path
+      >>> from kvjax.files import write_whole
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     write_whole(Path(folder) / "notes.txt", "whole")
+      ...     [(path.name, path.read_text()) for path in Path(folder).iterdir()]
+      [('notes.txt', 'whole')]
+    """
+    data = content.encode("utf-8") if isinstance(content, str) else content
     with writing(path):
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        # A folder, since Python makes unique files readable for their owner alone.
+        with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=path.parent) as folder:
+            part = Path(folder) / path.name
+            part.write_bytes(data)
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copymode(path, part)
+            os.replace(part, path)
+        for left in path.parent.glob(f"{_UNFINISHED}*"):
+            with contextlib.suppress(OSError):  # another process may be removing it
+                if time.time() - left.stat().st_mtime > _LEFT_SECONDS:
+                    shutil.rmtree(left)

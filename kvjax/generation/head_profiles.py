@@ -29,7 +29,7 @@ from kvjax.compose.walks import MethodHeads, chosen, map_methods, walk
 from kvjax.compose.wrappers import PerLayer
 from kvjax.decisions import made_by
 from kvjax.devices import automatic
-from kvjax.files import check_regular, user_cache, writing
+from kvjax.files import check_regular, user_cache, write_whole
 from kvjax.generation.compiler import Compiler
 from kvjax.generation.fingerprints import Fingerprint, checksum, differences
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
@@ -181,11 +181,8 @@ def save_profile(
     description = Fingerprint.of(as_functional(model)).content
     about = {"format": FORMAT, "kvjax": kvjax.__version__, "method": profile.method}
     about["model"] = json.dumps(description)
-    temporary = path.with_name(path.name + ".part")  # so that a reader never sees half a file
-    with writing(path):
-        # Written here, since errors of safetensors' own writing are no OSError.
-        temporary.write_bytes(save({"table": profile.table}, metadata=about))
-        os.replace(temporary, path)
+    # Written here, since errors of safetensors' own writing are no OSError.
+    write_whole(path, save({"table": profile.table}, metadata=about))
 
 
 def load_profile(

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, PercentFormatter
 
 from kvjax.evaluation.report.plots import LOOK, png, style
-from kvjax.files import writing
+from kvjax.files import write_whole
 
 from .diagnosis import ERROR, Diagnosis
 
@@ -32,8 +32,7 @@ def draw(diagnosis: Diagnosis, folder: Path, error: float = ERROR) -> list[str]:
         "recall_by_head.png": by_head(diagnosis, "recall"),
     }
     for name, figure in figures.items():
-        with writing(folder / name):
-            (folder / name).write_bytes(png(figure))
+        write_whole(folder / name, png(figure))
     return list(figures)
 
 

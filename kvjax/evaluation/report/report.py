@@ -47,9 +47,7 @@ def write_report(results: Results, folder: Path) -> None:
     write_whole(folder / files.TABLE, files.as_csv(results))
     pictures = {name: plots.png(figure) for name, figure in plots.figures(results).items()}
     for name, content in pictures.items():
-        path = folder / f"{name}.png"
-        with writing(path):
-            path.write_bytes(content)
+        write_whole(folder / f"{name}.png", content)
     write_whole(folder / REPORT, page(results, pictures))
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from zipfile import BadZipFile
 
 import numpy as np
 from jaxtyping import Float
+
+from kvjax.files import write_whole
 
 NAME = "infinigen_projections"  # name of the array in a file
 
@@ -81,8 +85,9 @@ class InfiniGenCalibration:
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes an .npz file, at exactly this path."""
-        with open(path, "wb") as file:
-            np.savez(file, **{NAME: self.projections})
+        content = io.BytesIO()
+        np.savez(content, **{NAME: self.projections})
+        write_whole(Path(path), content.getvalue())
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> InfiniGenCalibration:

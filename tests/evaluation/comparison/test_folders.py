@@ -48,7 +48,7 @@ def test_files(command, measured, tmp_path, capsys):
     (line,) = [x for x in lines if [x[name] for name in KEY] == CSV_KEY]
     shown = [line[name] for name in ("score", "cases", "cache_bytes", "failed")]
     assert shown == ["0.5", "4", "500", ""]
-    assert not list(out.glob("*.part"))
+    assert not [path for path in out.iterdir() if path.name.startswith(".")]
 
 
 def test_json_on_the_command_line(command, measured, tmp_path, capsys):

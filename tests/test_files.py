@@ -1,0 +1,128 @@
+"""Files that several threads write at once, and what killed processes leave."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.files import write_whole
+from tests.generation.test_generate import model
+
+TEXTS = [letter * 200_000 for letter in "abc"]
+PROFILES = [kvjax.HeadProfile(np.full((2, 2, 3000), 1.0), name) for name in ("kvzip", "snapkv")]
+posix = pytest.mark.skipif(os.name != "posix", reason="files have no such permissions here")
+
+
+def write_text(path: Path, number: int) -> None:
+    write_whole(path, TEXTS[number % 3])
+
+
+def read_text(path: Path) -> None:
+    assert path.read_text() in TEXTS
+
+
+def save_profile(path: Path, number: int) -> None:
+    kvjax.save_profile(path, PROFILES[number % 2], model())
+
+
+def load_profile(path: Path) -> None:
+    assert kvjax.load_profile(path, model()) in PROFILES
+
+
+@pytest.mark.parametrize(
+    ("write", "read"),
+    [(write_text, read_text), (save_profile, load_profile)],
+    ids=["write_whole", "save_profile"],
+)
+def test_three_threads_write_one_file_and_a_reader_sees_whole_ones(
+    tmp_path, write: Callable[[Path, int], None], read: Callable[[Path], None]
+):
+    path = tmp_path / "file"
+    write(path, 0)
+    with ThreadPoolExecutor(3) as threads:
+        writes = [threads.submit(write, path, number) for number in range(60)]
+        while not all(each.done() for each in writes):
+            read(path)
+        for each in writes:
+            each.result()
+    read(path)
+    assert [x.name for x in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.fixture
+def umask() -> Iterator[None]:
+    before = os.umask(0o027)
+    yield
+    os.umask(before)
+
+
+@posix
+@pytest.mark.usefixtures("umask")
+def test_permissions_are_those_of_any_file(tmp_path):
+    def mode(path: Path) -> int:
+        return stat.S_IMODE(path.stat().st_mode)
+
+    path, other = tmp_path / "file", tmp_path / "other"
+    other.write_text("written as any file is")
+    write_whole(path, "new")
+    assert mode(path) == mode(other) == 0o640
+    path.chmod(0o600)
+    write_whole(path, b"in its place")
+    assert mode(path) == 0o600 and path.read_bytes() == b"in its place"
+
+
+def test_what_a_killed_process_left_is_removed_after_a_while(tmp_path, monkeypatch):
+    def killed(*_):
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tempfile.TemporaryDirectory.__exit__", lambda *_: None)
+        patch.setattr("tempfile.TemporaryDirectory._cleanup", lambda *_, **__: None)
+        patch.setattr(os, "replace", killed)
+        for _ in range(3):
+            with pytest.raises(SystemExit):
+                write_whole(tmp_path / "file", "never there")
+    left = sorted(tmp_path.iterdir())
+    assert len(left) == 3 and not (tmp_path / "file").exists()
+    assert all(place.name.startswith(".") for place in left)
+    for place in left[:2]:
+        os.utime(place, (0, time.time() - 4000))
+    (tmp_path / ".of-another-program").mkdir()
+    os.utime(tmp_path / ".of-another-program", (0, 0))
+    write_whole(tmp_path / "another file", "there")
+    names = {".of-another-program", "another file", left[2].name}
+    assert {x.name for x in tmp_path.iterdir()} == names
+
+
+def test_a_write_that_fails_leaves_the_file_and_nothing_else(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "file"
+    write_whole(path, "earlier")
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*file'"):
+        write_whole(path, "later")
+    assert [(x.name, x.read_text()) for x in tmp_path.iterdir()] == [("file", "earlier")]
+
+
+def test_a_calibration_is_written_whole(tmp_path, monkeypatch):
+    path = tmp_path / "projections"
+    calibration = kvjax.InfiniGenCalibration(np.ones((2, 2, 8, 2), np.float32))
+    calibration.save(path)
+
+    def fails(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(np, "savez", fails)
+    with pytest.raises(MemoryError):
+        kvjax.InfiniGenCalibration(np.zeros((2, 2, 8, 2), np.float32)).save(path)
+    assert kvjax.InfiniGenCalibration.load(path) == calibration
