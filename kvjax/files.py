@@ -9,7 +9,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,8 @@ def check_folder(folder: Path) -> None:
 
 
 def user_cache() -> Path | None:
-    """Returns the folder of what kvjax keeps between processes: compiled code and profiles.
+    """Returns the folder of what kvjax keeps between processes: compiled code, profiles of heads,
+    and the decoded weights and tokenizers of GGUF files.
 
     It is `KVJAX_CACHE`, or `kvjax` in the user's cache folder; None if `KVJAX_CACHE` is off or the
     user has no home.
@@ -125,6 +126,32 @@ def user_cache() -> Path | None:
     with contextlib.suppress(RuntimeError):  # a user without a home
         return (Path(caches) if caches else Path.home() / ".cache") / "kvjax"
     return None
+
+
+def keep_recently_used(places: Iterable[Path], most_bytes: int) -> None:
+    """Removes the least recently used of some files and folders, until the rest is small enough.
+
+    The last use of a folder is that of the file in it that was used last.
+
+    Args:
+      places: files, and folders of files.
+      most_bytes: what the rest may take.
+
+    Raises:
+      OSError: a place cannot be looked at.
+    """
+    uses = []
+    for place in places:
+        status = [file.stat() for file in (place.iterdir() if place.is_dir() else [place])]
+        used = max((max(x.st_atime, x.st_mtime) for x in status), default=place.stat().st_mtime)
+        uses.append((used, sum(x.st_size for x in status), place))
+    total = 0
+    for _, size, place in sorted(uses, reverse=True):
+        total += size
+        if total > most_bytes and place.is_dir():
+            shutil.rmtree(place, ignore_errors=True)
+        elif total > most_bytes:
+            place.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -64,7 +64,8 @@ class Linear(nnx.Module):
       outputs: the shape of a result without the axes of `x`.
       bias: whether there is one.
       dtype: dtype of the weights.
-      rngs: source of the random initial weights.
+      rngs: source of the random initial weights; None: the kernel is zero, which is traced far
+        faster.
       accumulate: dtype of the result; None: that of `x` and the weights together.
     """
 
@@ -74,11 +75,15 @@ class Linear(nnx.Module):
         *outputs: int,
         bias: bool,
         dtype: DTypeLike,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None,
         accumulate: DTypeLike | None = None,
     ) -> None:
-        initial = nnx.initializers.lecun_normal(in_axis=-1, out_axis=range(len(outputs)))
-        self.kernel = nnx.Param(initial(rngs.params(), (*outputs, inputs), dtype))
+        shape = *outputs, inputs
+        if rngs is None:
+            self.kernel = nnx.Param(jnp.zeros(shape, dtype))
+        else:
+            initial = nnx.initializers.lecun_normal(in_axis=-1, out_axis=range(len(outputs)))
+            self.kernel = nnx.Param(initial(rngs.params(), shape, dtype))
         self.bias = nnx.Param(jnp.zeros(outputs, dtype)) if bias else None
         self.accumulate = accumulate
 
@@ -108,11 +113,11 @@ class Attention(nnx.Module):
       index: the layer's number. Layers with equal settings are equal as graphs, so that they share
         compiled code; the number itself is not kept.
       dtype: dtype of the weights.
-      rngs: source of the random initial weights.
+      rngs: source of the random initial weights; None: kernels are zero.
     """
 
     def __init__(
-        self, config: DecoderConfig, index: int = 0, *, dtype: DTypeLike, rngs: nnx.Rngs
+        self, config: DecoderConfig, index: int = 0, *, dtype: DTypeLike, rngs: nnx.Rngs | None
     ) -> None:
         self.settings = config.layer(index)
         self.head_dim = config.head_dim
@@ -217,7 +222,7 @@ class MLP(nnx.Module):
     Gate and up are one product, whose kernel is `[I, 2, C]`, so that a mesh divides it by width.
     """
 
-    def __init__(self, config: DecoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DecoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs | None) -> None:
         hidden, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.activation = config.activation
         self.gate_up_proj = Linear(hidden, width, 2, bias=bias, dtype=dtype, rngs=rngs)
@@ -251,11 +256,11 @@ class DecoderLayer(nnx.Module):
       config: configuration of the decoder.
       index: the layer's number.
       dtype: dtype of the weights.
-      rngs: source of the random initial weights.
+      rngs: source of the random initial weights; None: kernels are zero.
     """
 
     def __init__(
-        self, config: DecoderConfig, index: int = 0, *, dtype: DTypeLike, rngs: nnx.Rngs
+        self, config: DecoderConfig, index: int = 0, *, dtype: DTypeLike, rngs: nnx.Rngs | None
     ) -> None:
         self.norms = config.norms
         if config.norms != "after":

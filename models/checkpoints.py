@@ -40,6 +40,7 @@ class Checkpoint:
       types: element types that can be read, by their names in the descriptions.
       read: `read(names)` yields the named tensors one by one, each opened for slicing, or read, at
         its turn. A tensor is valid until the next one is yielded.
+      quantised: the file whose weights have to be decoded; None: there is nothing to decode.
     """
 
     config: DecoderConfig
@@ -48,6 +49,7 @@ class Checkpoint:
     weights: Mapping[str, Weight]
     types: tuple[str, ...]
     read: Callable[[Iterable[str]], Iterator[tuple[str, Slices]]]
+    quantised: Path | None = None
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -145,12 +147,14 @@ def _open_gguf(path: Path) -> Checkpoint:
             yield name, tensor
             del tensor  # frees the tensor before the next one is read
 
-    weights = family.names.weights(config)
+    tensors = weight_tensors(header)
+    plain = {tensor.dtype for tensor in tensors.values()} <= set(STORED_DTYPES)
     return Checkpoint(
         config,
         dtype=raw["dtype"],
-        tensors=weight_tensors(header),
-        weights=weights,
+        tensors=tensors,
+        weights=family.names.weights(config),
         types=readable_types(),
         read=read,
+        quantised=None if plain else path,
     )

@@ -49,7 +49,8 @@ class Decoder(nnx.Module):
       config: configuration of the decoder.
       dtype: dtype of the weights and of the computation between them; norms, softmax and logits are
         always float32.
-      rngs: source of the random initial weights.
+      rngs: source of the random initial weights; None: only the embeddings are random, and the
+        other matrices zero.
 
     Attributes:
       config: configuration of the decoder.
@@ -75,7 +76,7 @@ class Decoder(nnx.Module):
     """
 
     def __init__(
-        self, config: DecoderConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs
+        self, config: DecoderConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs | None
     ) -> None:
         dtype = jnp.dtype(dtype)  # one spelling: equal decoders share compiled code
         self.config = config
@@ -85,7 +86,7 @@ class Decoder(nnx.Module):
         self.vocab_size = config.vocab_size
         self.max_positions = config.max_positions
         vocab, hidden = config.vocab_size, config.hidden_size
-        self.embed = nnx.Embed(vocab, hidden, param_dtype=dtype, rngs=rngs)
+        self.embed = nnx.Embed(vocab, hidden, param_dtype=dtype, rngs=rngs or nnx.Rngs(0))
         self.layers = nnx.List(
             [DecoderLayer(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_layers)]
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import mmap
 import struct
@@ -37,12 +38,14 @@ class GgufHeader:
       tensors: name → description. Shapes are those of Hugging Face, `[out, in]`.
       offsets: name → where in the file the tensor's bytes begin. All bytes are within the file, and
         no tensors overlap.
+      digest: SHA-256 of the header's bytes.
     """
 
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
     offsets: Mapping[str, int] = field(repr=False)
+    digest: str
 
 
 def gguf_library() -> Any:
@@ -94,6 +97,19 @@ class _Reader:
     def text(self) -> str:
         return self.take(*self.unpack("<Q")).decode("utf-8")
 
+    def texts(self, count: int) -> list[str]:
+        """Reads as `text` does, several times; vocabularies have hundreds of thousands of texts."""
+        data, position, size_of = self.data, self.position, struct.Struct("<Q").unpack_from
+        texts = []
+        for _ in range(count):
+            (size,) = size_of(data, position)  # raises struct.error beyond the end
+            start, position = position + 8, position + 8 + size
+            if position > len(data):
+                raise ValueError(f"the header takes {size:,} bytes more than the file has")
+            texts.append(data[start:position].decode("utf-8"))
+        self.position = position
+        return texts
+
     def numbers(self, value_type: int, count: int) -> list[Any]:
         if value_type not in _NUMBERS:
             raise ValueError(
@@ -113,7 +129,7 @@ class _Reader:
             return self.numbers(item_type, count)
         if count > _MOST_TEXTS:
             raise ValueError(f"the header has a list of {count:,} texts, at most {_MOST_TEXTS:,}")
-        return [self.text() for _ in range(count)]
+        return self.texts(count)
 
 
 def _read(path: Path, data: mmap.mmap) -> GgufHeader:
@@ -148,7 +164,8 @@ def _read(path: Path, data: mmap.mmap) -> GgufHeader:
             raise ValueError(f"tensor {name} is there twice")
         tensors[name] = tensor
         places.append((offset, size, name))
-    return GgufHeader(path, metadata, tensors, _offsets(reader, metadata, places))
+    digest = hashlib.sha256(data[: reader.position]).hexdigest()
+    return GgufHeader(path, metadata, tensors, _offsets(reader, metadata, places), digest)
 
 
 def _tensor(reader: _Reader, path: Path) -> tuple[str, StoredTensor, int, int]:

@@ -7,10 +7,15 @@ in GPT-2's way if it does not know the model's. The tokenizer is therefore made 
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import kvjax
+from kvjax.files import keep_recently_used, user_cache, write_whole
 from kvjax.generation.chat import CHAT_STARTS
 from kvjax.messages import brief, one_line, quiet
 
@@ -19,6 +24,7 @@ from .gguf_special_tokens import CONTROL, NORMAL, USER_DEFINED, token_types
 
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # tokens of Phi-3 that keep spaces after them
+_MOST_BYTES = 2**28  # of all tokenizers that are kept
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece's tokens
 
 
@@ -83,6 +89,9 @@ _SPLITTINGS = {
 def gguf_tokenizer(path: Path) -> Any:
     """Makes the tokenizer of a GGUF file, with its chat template.
 
+    It is kept in the folder `tokenizers` of the user's cache (see `kvjax.files.user_cache`), and
+    loaded from there for any file with the same header.
+
     Args:
       path: the file.
 
@@ -106,45 +115,74 @@ def gguf_tokenizer(path: Path) -> Any:
     # Without the entry, SentencePiece's texts and some byte-level ones begin with the start token.
     if begins is None:
         begins = model == "llama" or _splitting(entries).begins
+    template, kept = entries.template(), _kept(entries.header)
     try:
         with quiet():  # transformers prints much, such as that there is no PyTorch
+            # Imported here, since the import is slow and models work without a tokenizer.
+            from transformers import PreTrainedTokenizerFast
+
+            complete = functools.partial(
+                PreTrainedTokenizerFast,
+                chat_template=template,
+                clean_up_tokenization_spaces=False,
+                **{CHAT_STARTS: begins and "bos_token" in special},  # kept by `save_pretrained`
+                **{name: token for name, (token, _) in special.items()},
+            )
+            if kept is not None and kept.exists():
+                # A damaged file, for which `tokenizers` raises any exception, is made again.
+                with contextlib.suppress(Exception):
+                    return complete(tokenizer_file=str(kept))
             make = _byte_level if model == "gpt2" else _sentencepiece
             tokenizer = make(entries, tokens, types, special)
-            template = entries.template()
             types = token_types(
                 tokens, types, template,
                 lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
             )  # fmt: skip
             _add_tokens(tokenizer, tokens, types, entries.is_phi3())
             _add_ends(tokenizer, special, begins, bool(ends))
-            # Imported here, since the import is slow and models work without a tokenizer.
-            from transformers import PreTrainedTokenizerFast
-
-            return PreTrainedTokenizerFast(
-                tokenizer_object=tokenizer,
-                chat_template=template,
-                clean_up_tokenization_spaces=False,
-                **{CHAT_STARTS: begins and "bos_token" in special},  # kept by `save_pretrained`
-                **{name: token for name, (token, _) in special.items()},
-            )
+            if kept is not None:
+                _keep(tokenizer, kept)
+            return complete(tokenizer_object=tokenizer)
     except ValueError:
         raise
     except Exception as error:  # tokenizers raise plain exceptions
         raise entries.error(f"its tokenizer cannot be made: {one_line(error)}") from error
 
 
+def _kept(header: GgufHeader) -> Path | None:
+    """Returns where the tokenizer of a file is kept, or would be; None if nothing is kept."""
+    root = user_cache()
+    if root is None:
+        return None
+    import tokenizers  # imported here as in `gguf_tokenizer`
+
+    made_from = f"{kvjax.__version__} {tokenizers.__version__} {header.digest}"
+    return root / "tokenizers" / f"{hashlib.sha256(made_from.encode()).hexdigest()[:32]}.json"
+
+
+def _keep(tokenizer: Any, path: Path) -> None:
+    """Writes a tokenizer for later processes, if the folder can be written to.
+
+    Loading it takes less time than merges and special tokens take to be made.
+    """
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_whole(path, tokenizer.to_str())
+        keep_recently_used(path.parent.glob("*.json"), _MOST_BYTES)
+
+
 class _Entries:
     """Metadata of a file's tokenizer."""
 
     def __init__(self, header: GgufHeader) -> None:
-        self._header = header
+        self.header = header
 
     def error(self, message: str) -> ValueError:
-        return ValueError(f"{self._header.path}: {message}")
+        return ValueError(f"{self.header.path}: {message}")
 
     def get(self, name: str, expected: type, *, needed: bool = False) -> Any:
         """Returns the entry of this name; None if it is missing and not needed."""
-        value = self._header.metadata.get(f"tokenizer.ggml.{name}")
+        value = self.header.metadata.get(f"tokenizer.ggml.{name}")
         if value is None and not needed:
             return None
         if type(value) is not expected:  # a truth value is no integer here
@@ -177,14 +215,14 @@ class _Entries:
         return items
 
     def template(self) -> str | None:
-        template = self._header.metadata.get("tokenizer.chat_template")
+        template = self.header.metadata.get("tokenizer.chat_template")
         if template is not None and not isinstance(template, str):
             raise self.error(f"tokenizer.chat_template must be text, got {brief(template)}")
         return template
 
     def is_phi3(self) -> bool:
         """Returns whether the model is a Phi-3, by its name, as in llama.cpp."""
-        name = str(self._header.metadata.get("general.name", "")).lower()
+        name = str(self.header.metadata.get("general.name", "")).lower()
         return "phi-3" in name or "phi3" in name
 
 

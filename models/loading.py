@@ -22,6 +22,7 @@ from kvjax.messages import brief, one_line, quiet
 
 from .checkpoints import Checkpoint, open_checkpoint
 from .config import DecoderConfig, check_choice
+from .decoded_copies import CopyWriter, DecodedCopy
 from .decoder import Decoder
 from .finding import find_model, is_gguf
 from .gguf_tokenizer import gguf_tokenizer
@@ -57,6 +58,11 @@ def from_pretrained(
     the parts of a tensor that the devices are to hold are read. A parameter that several tensors
     fill is placed when the last of them has been read. So host memory has few parameters besides
     the placed ones. Weights of a GGUF file are dequantised, each as a whole.
+
+    The weights of a quantised file are kept as they were decoded, if they take up to 8 GiB, in the
+    folder `weights` of the user's cache (see `kvjax.files.user_cache`), unless `sharding` or `mesh`
+    is given. A later process that opens a file with the same contents maps them, so that nothing is
+    decoded. All copies together take up to 8 GiB; the least recently used ones go first.
 
     Args:
       directory_or_hub_id: a folder with `config.json` and `model.safetensors` (or an index and its
@@ -101,24 +107,61 @@ def from_pretrained(
         dtype = _default_dtype(checkpoint, on_all_devices or sharding)
     graphdef, parameters = abstract_parameters(checkpoint.config, dtype)
     weights = _match(checkpoint, parameters)
-    filled: dict[ParameterPath, nnx.Variable] = {}
+    copy = None
+    if checkpoint.quantised is not None and sharding is None and mesh is None:
+        shapes = {path: x.get_value().shape for path, x in parameters.items()}
+        copy = DecodedCopy.of(checkpoint.quantised, shapes, dtype)
+    decoded = None if copy is None else copy.read()
+    if decoded is not None:
+        arrays = {path: _on_default_device(x) for path, x in decoded.items()}
+    else:
+        # Numbers that are not finite were allowed to this call, and may not be to the next one.
+        writing = contextlib.nullcontext() if copy is None or allow_nonfinite else copy.writing()
+
+        def placement(path: ParameterPath, shape: tuple[int, ...]) -> Sharding | None:
+            chosen = sharding if rule is None else rule(path)
+            return _chosen_sharding(".".join(map(str, path)), shape, chosen)
+
+        with writing as writer:
+            arrays = _read(checkpoint, weights, parameters, placement, allow_nonfinite, writer)
+    filled = {path: parameters[path].replace(array) for path, array in arrays.items()}
+    return nnx.merge(graphdef, nnx.from_flat_state(filled))
+
+
+def _read(
+    checkpoint: Checkpoint,
+    weights: Mapping[str, Weight],
+    parameters: Mapping[ParameterPath, nnx.Variable],
+    placement: Callable[[ParameterPath, tuple[int, ...]], Sharding | None],
+    allow_nonfinite: bool,
+    writer: CopyWriter | None,
+) -> dict[ParameterPath, jax.Array]:
+    """Reads tensors and places each parameter when it is full; the writer gets it as well."""
+    arrays: dict[ParameterPath, jax.Array] = {}
     started: dict[ParameterPath, _Filling] = {}  # parameters of which a part has been read
     for name, tensor in checkpoint.read(weights):
         stored = checkpoint.tensors[name]
         source = _Tensor(tensor, name, stored.file, len(stored.shape) - 1, allow_nonfinite)
         start = 0
         for place in weights[name].parts:
-            path, variable = place.path, parameters[place.path]
+            path = place.path
             if path not in started:
-                shape = variable.get_value().shape
-                placement = sharding if rule is None else rule(path)
-                placement = _chosen_sharding(".".join(map(str, path)), shape, placement)
-                started[path] = _Filling(shape, source.width, jnp.dtype(dtype), placement)
+                value = parameters[path].get_value()
+                sharding = placement(path, value.shape)
+                started[path] = _Filling(value.shape, source.width, value.dtype, sharding)
             start += started[path].fill(place.rows, source, start)
             if started[path].is_full():
-                filled[path] = variable.replace(started.pop(path).placed())
-        tensor = source = None  # frees the tensor before the next one is read
-    return nnx.merge(graphdef, nnx.from_flat_state(filled))
+                full = started.pop(path)
+                if writer is not None:
+                    writer.add(path, full.whole())
+                arrays[path] = full.placed()
+        tensor = source = full = None  # frees the tensor before the next one is read
+    return arrays
+
+
+def _on_default_device(array: np.ndarray) -> jax.Array:
+    """Places an array without commitment; waits, so that the host keeps no other."""
+    return jax.device_put(array).block_until_ready()
 
 
 def _default_dtype(checkpoint: Checkpoint, sharding: Sharding | ShardingRule | None) -> str:
@@ -270,11 +313,15 @@ class _Filling:
         """Returns whether every number has come."""
         return self._rows_left == 0
 
+    def whole(self) -> np.ndarray:
+        """Returns the whole parameter, which one device will hold."""
+        (array,) = self._arrays.values()
+        return array
+
     def placed(self) -> jax.Array:
         """Places the parameter on its devices and waits for it, so that the host keeps no other."""
         if self._sharding is None:
-            (array,) = self._arrays.values()
-            return jax.device_put(array).block_until_ready()
+            return _on_default_device(self.whole())
         placed = jax.make_array_from_callback(
             self._shape, self._sharding, lambda index: self._arrays[self._bounds(index)],
             dtype=self._dtype,
@@ -395,12 +442,13 @@ def load_tokenizer(directory_or_hub_id: str | os.PathLike[str]) -> Any:
         return gguf_tokenizer(folder)
     try:
         with quiet():  # transformers prints much, such as that there is no PyTorch
-            # Imported here, since the import is slow and models work without a tokenizer.
-            from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-            fast = (folder / "tokenizer.json").is_file()
-            tokenizer_class = PreTrainedTokenizerFast if fast else AutoTokenizer
-            tokenizer = tokenizer_class.from_pretrained(folder, trust_remote_code=False)
+            # Imported here, since models work without a tokenizer and the imports are slow, above
+            # all that of AutoTokenizer.
+            if (folder / "tokenizer.json").is_file():
+                from transformers import PreTrainedTokenizerFast as TokenizerClass
+            else:
+                from transformers import AutoTokenizer as TokenizerClass
+            tokenizer = TokenizerClass.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # a broken file raises whatever its parser raises
         raise ValueError(f"cannot load the tokenizer of {folder}: {one_line(error)}") from error
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):

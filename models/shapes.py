@@ -165,7 +165,5 @@ def abstract_parameters(
     config: DecoderConfig, dtype: DTypeLike
 ) -> tuple[nnx.GraphDef, dict[ParameterPath, nnx.Variable]]:
     """Returns a decoder without weights: its graph, and its parameters as shapes by path."""
-    graphdef, state = nnx.split(
-        nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
-    )
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=None)))
     return graphdef, dict(nnx.to_flat_state(state))

@@ -23,6 +23,9 @@ if jax.__version_info__ < (0, 11):
 if QUICK not in os.environ.get("XLA_FLAGS", ""):  # a worker has them from the process before it
     os.environ["XLA_FLAGS"] = f"{QUICK} {os.environ.get('XLA_FLAGS', '')}"
 
+# Nothing is kept in the user's folder; tests of what is kept name another one.
+os.environ["KVJAX_CACHE"] = "off"
+
 ROOT = Path(__file__).resolve().parent.parent
 MAPS = Path("/proc/self/maps")
 TESTS = pytest.StashKey[int]()

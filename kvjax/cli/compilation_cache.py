@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import jaxlib
 
-from kvjax.files import user_cache
+from kvjax.files import keep_recently_used, user_cache
 
 _MOST_BYTES = 2**30
 
@@ -28,7 +28,7 @@ def enable() -> None:
     with contextlib.suppress(OSError):
         # Whoever can write here can make this process run code: the folder is the user's alone.
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _prune(root)
+        keep_recently_used(root.glob("jaxlib-*/*-cache"), _MOST_BYTES)  # of any jaxlib
     # JAX can bound the size itself, but then reads and locks the folder for everything it compiles.
     for name, value in (
         ("jax_compilation_cache_dir", str(folder)),
@@ -47,13 +47,3 @@ def _folder_name() -> str:
         features += next((line for line in lines if line.startswith(("flags", "Features"))), "")
     digest = hashlib.sha256(features.encode()).hexdigest()[:12]
     return f"jaxlib-{jaxlib.__version__}-{jax.default_backend()}-{digest}"
-
-
-def _prune(root: Path) -> None:
-    """Removes the least recently used entries, of any jaxlib, until the rest is small enough."""
-    entries = [(path, path.stat()) for path in root.glob("jaxlib-*/*-cache")]
-    total = 0
-    for path, stat in sorted(entries, key=lambda x: max(x[1].st_atime, x[1].st_mtime))[::-1]:
-        total += stat.st_size
-        if total > _MOST_BYTES:
-            path.unlink(missing_ok=True)

@@ -336,7 +336,8 @@ def _shortened(value: Any) -> Any:
     """Drops entries that are None, and puts checksums in place of long ones."""
     if isinstance(value, Mapping) and len(value) <= _ENTRIES:
         return {name: _shortened(x) for name, x in value.items() if x is not None}
-    return value if len(json.dumps(value)) <= _LONG else checksum(value)
+    text = json.dumps(value, sort_keys=True)
+    return value if len(text) <= _LONG else checksum(text.encode())
 
 
 def differences(there: Any, here: Any) -> str:

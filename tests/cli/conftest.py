@@ -1,4 +1,4 @@
-"""What the tests of commands share: models, and no compiled code in the user's folders."""
+"""What the tests of commands share: models."""
 
 from __future__ import annotations
 
@@ -11,12 +11,6 @@ import pytest
 
 from kvjax import models
 from kvjax.models.finding import find_model
-
-
-@pytest.fixture(autouse=True)
-def no_kept_code(monkeypatch):
-    """Commands in other processes keep no compiled code; in this one, the tests' own folder is."""
-    monkeypatch.setenv("KVJAX_CACHE", "off")
 
 
 @pytest.fixture(scope="session")
