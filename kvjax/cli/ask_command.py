@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 import kvjax
 from kvjax.cli import options
@@ -12,21 +11,21 @@ from kvjax.cli.answers import Row, write
 from kvjax.cli.generate_command import on_step, print_rows
 from kvjax.cli.inputs import check_text
 from kvjax.cli.opened import OpenedModel, check_counts, check_sampling
-from kvjax.cli.templates import Dialogue
+from kvjax.cli.saved import Room, Saved
 from kvjax.cli.terminal import Display, figures, print_dropped
-from kvjax.generation.context_files import context_about
 from kvjax.generation.model import as_functional
 from kvjax.generation.prompt_checks import check_turn
 
 DESCRIPTION = """\
 Answers questions about a document that kvjax read has read, all of them in one
-batch. The folder stays as it is, and no question knows of another."""
+batch. The folder stays as it is, and no question knows of another. A conversation
+that kvjax chat has saved can be asked, too: each question is its next turn."""
 EXAMPLES = ""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
-    parser.add_argument("folder", metavar="FOLDER", help="of kvjax read")
+    parser.add_argument("folder", metavar="FOLDER", help="of kvjax read, or of /save in kvjax chat")
     parser.add_argument("questions", metavar="QUESTION", nargs="+", help="about the document")
     options.add_model(parser, "the one that read the document")
     parser.add_argument("--max-new", metavar="N", type=int,
@@ -38,19 +37,19 @@ def run(args: argparse.Namespace) -> None:
     """`kvjax ask`: answers all questions in one batch; the folder stays as it is."""
     check_counts(args, "max_new")
     check_sampling(args)
-    about = _about(args.folder)
+    saved = Saved.of(args.folder)
     texts = [check_text(text, f"question {n}") for n, text in enumerate(args.questions, 1)]
     several = len(texts) > 1
     with Display(not args.json) as display:
-        opened = OpenedModel(_model(args, about), display)
-        # The system message was read with the document and need not be rendered again.
-        dialogue = Dialogue(opened.tokenizer, raw=about["raw"])
-        questions = [dialogue.question(text) for text in texts]
+        opened = OpenedModel(saved.model_name(args.model, args.folder), display)
+        dialogue = saved.dialogue(opened.tokenizer)
+        questions = [saved.turn(dialogue, text) for text in texts]
         choice, model = opened.sampling(args), opened.load(args)
         display.show(0, None, f"loading {args.folder}")
         context = kvjax.load_context(args.folder, model, tokenizer=opened.tokenizer)
-        max_new = args.max_new or context.max_new
-        _check_room(context, questions, max_new)
+        room = Room.of(context, opened.config.max_positions)
+        max_new = args.max_new or _most(saved, room)
+        _check_room(saved, room, questions, max_new)
         check_turn(as_functional(model), context, questions, max_new)
         rows = [Row(opened.decode, question) for question in questions]
         result = write(
@@ -61,50 +60,35 @@ def run(args: argparse.Namespace) -> None:
             max_new_tokens=max_new, end_tokens=opened.end_tokens(dialogue), sampling=choice,
             seed=args.seed,
         )  # fmt: skip
-    named = {name: about[name] for name in ("document", "method", "budget")}
+    named = {name: getattr(saved, name) for name in ("document", "method", "budget")}
     record = {"model": opened.name, "folder": args.folder, **named, **figures(result)}
     print_rows(
         args.json, record, texts, rows, result, max_new,
         several=several or args.json, name="question",
     )  # fmt: skip
     if not args.json:
-        print_dropped(about["method"], result.dropped)
+        print_dropped(saved.method, result.dropped)
 
 
-def _check_room(context: kvjax.Context, questions: Sequence[Sequence[int]], max_new: int) -> None:
-    """Raises ValueError if a question or an answer exceeds the room that `kvjax read` made."""
-    room = context.max_prompt - int(context.prompt_tokens[0])
+def _most(saved: Saved, room: Room) -> int:
+    """Returns the default of `--max-new`: all the room for answers, or as in the conversation."""
+    most = max(room.new, 1)
+    return most if saved.conversation is None else min(most, saved.conversation.max_new)
+
+
+def _check_room(saved: Saved, room: Room, questions: Sequence[Sequence[int]], max_new: int) -> None:
+    """Raises ValueError if a question or an answer exceeds the room that is left."""
+    larger = "give {} a larger {}".format
+    command, option = ("read", "--max-questions") if saved.document else ("chat", "--max-prompt")
     for number, question in enumerate(questions, 1):
-        if len(question) > room:
+        if len(question) > room.prompt:
             raise ValueError(
-                f"question {number} has {len(question)} tokens, and there is room for {room}: "
-                "give kvjax read a larger --max-questions"
+                f"question {number} has {len(question)} tokens, and there is room for "
+                f"{room.prompt}: {larger(f'kvjax {command}', option)}"
             )
-    if max_new > context.max_new:
+    if max_new > room.new:
+        option = "--max-new" if saved.document else "--max-prompt"
         raise ValueError(
-            f"--max-new must be at most {context.max_new}, got {max_new}: give kvjax read a larger "
-            "--max-new"
+            f"--max-new must be at most {room.new}, got {max_new}: "
+            f"{larger(f'kvjax {command}', option)}"
         )
-
-
-def _model(args: argparse.Namespace, about: dict) -> str | None:
-    """Returns the model of `--model`, or else the model that read the document."""
-    if args.model is not None:
-        return args.model
-    model = about["model"]
-    if model is not None and Path(model).is_absolute() and not Path(model).exists():
-        raise ValueError(
-            f"the model that read {args.folder} is no longer at {model}: give its place by --model"
-        )
-    return model
-
-
-def _about(folder: str) -> dict:
-    """Reads the description that `kvjax read` has saved with the context."""
-    about = context_about(folder)
-    if missing := {"model", "document", "method", "budget", "raw"} - about.keys():
-        raise ValueError(
-            f"{folder} was not written by kvjax read: it does not say its "
-            f"{', '.join(sorted(missing))}"
-        )
-    return about

@@ -78,10 +78,17 @@ class OpenedModel:
         transform = with_profiles_of_files(transform, config.num_layers, config.kv_heads)
         return kvjax.bind(transform, config.num_layers, config.windows)
 
-    def sampling(self, args: argparse.Namespace) -> kvjax.Sampling:
+    def sampling(
+        self, args: argparse.Namespace, before: kvjax.Sampling | None = None
+    ) -> kvjax.Sampling:
         """Returns how tokens are chosen, by the options of `add_sampling`.
 
         A line on standard error names settings of the model that are not followed.
+
+        Args:
+          args: the options.
+          before: how tokens were chosen so far, in a conversation that goes on; options that are
+            given come in the place of its settings.
         """
         from kvjax.models.sampling_settings import read_sampling_settings
 
@@ -95,6 +102,8 @@ class OpenedModel:
                     f"kvjax does not have {_listed(unsupported)}, which the model asks for", "dim"
                 )
             return dataclasses.replace(recommended, **options)
+        if before is not None:
+            return dataclasses.replace(before, **options)
         ignored = {
             name: value
             for name, value in dataclasses.asdict(recommended).items()
@@ -187,11 +196,14 @@ def model_name(name: str | None) -> str:
     return path.name if path.exists() else name
 
 
-def check_sampling(args: argparse.Namespace) -> None:
-    """Raises ValueError if options of `add_sampling` are wrong, before a model is loaded."""
+def check_sampling(args: argparse.Namespace, before: kvjax.Sampling | None = None) -> None:
+    """Raises ValueError if options of `add_sampling` are wrong, before a model is loaded.
+
+    `before` is that of `OpenedModel.sampling`.
+    """
     # With --model-sampling, the model may set the temperature that the other options need.
     if not args.model_sampling:
-        kvjax.Sampling(**_sampling_options(args))
+        dataclasses.replace(before or kvjax.Sampling(), **_sampling_options(args))
 
 
 def _sampling_options(args: argparse.Namespace) -> dict[str, Any]:

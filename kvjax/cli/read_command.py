@@ -13,9 +13,10 @@ import kvjax
 from kvjax.cli import options
 from kvjax.cli.inputs import check_text, read_text
 from kvjax.cli.opened import OpenedModel, check_counts
+from kvjax.cli.saved import Saved, absolute_model, check_out
 from kvjax.cli.terminal import Display, print_dropped, print_line, share
 from kvjax.compose.walks import walk
-from kvjax.generation.context_files import check_free, check_saved
+from kvjax.generation.context_files import check_saved
 from kvjax.generation.prompt_checks import check_prompts, longest_turn
 from kvjax.messages import brief
 from kvjax.protocol import Stage
@@ -24,7 +25,7 @@ _MAX_QUESTIONS = 256  # tokens of a question, where the method has room for them
 
 DESCRIPTION = """\
 Reads a document into a compressed cache and saves that in a folder, for
-kvjax ask. What an earlier kvjax read wrote there is replaced, finished or not.
+kvjax ask and kvjax chat. What an earlier kvjax read wrote there is replaced, finished or not.
 By default every token stays, in 8 bits. by_head(kvzip) keeps the part of the
 document that questions may ask for, whatever they will be."""
 EXAMPLES = """\
@@ -32,7 +33,8 @@ examples:
   kvjax read book.txt --out book --model DIR --method 'by_head(kvzip)' --budget 0.05
   kvjax read book.txt --out book --model DIR
       --method 'by_head(chain(kvzip, quantize))' --budget 0.05
-  kvjax ask book 'Who is Ishmael?' 'What is the name of the ship?'"""
+  kvjax ask book 'Who is Ishmael?' 'What is the name of the ship?'
+  kvjax chat book"""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
     """Runs `kvjax read`: saves a document's compressed cache in a folder."""
     check_counts(args, "max_questions", "max_new")
     candidate, out = options.candidate(args), Path(args.out)
-    _check_out(out)
+    check_out(out)
     check_saved(candidate.transform)
     text = check_text(read_text(args.document), "the document")
     with Display(not args.json) as display:
@@ -73,12 +75,10 @@ def run(args: argparse.Namespace) -> None:
             on_layer=display.reading(model.num_layers, len(document)),
         )  # fmt: skip
         display.show(0, None, f"writing {out}")
-        about = {
-            "model": None if args.model is None else _absolute(args.model),
-            "document": args.document,
-            **candidate.named(),
-            "raw": not dialogue.templated,
-        }
+        about = Saved(
+            model=absolute_model(args.model), document=args.document, **candidate.named(),
+            raw=not dialogue.templated,
+        ).about()  # fmt: skip
         kvjax.save_context(out, context, model=model, tokenizer=opened.tokenizer, about=about)
     record = {
         **about, "model": opened.name, "out": args.out, "prompt_tokens": len(document),
@@ -93,6 +93,7 @@ def run(args: argparse.Namespace) -> None:
         f"{args.out}: {len(document):,} tokens with {args.method} in "
         f"{decimal(context.nbytes)}, {share(record)} of the full cache"
     )
+    print(f"kvjax ask {args.out} QUESTION, or kvjax chat {args.out}, goes on from it")
     if _looks_at_the_end(candidate.transform):
         print_line(
             f"{args.method} keeps what the document's end looks at, and knows no question: "
@@ -123,17 +124,3 @@ def _max_questions(args: argparse.Namespace, layers: Sequence[kvjax.KVTransform]
 def _looks_at_the_end(transform: kvjax.KVTransform) -> bool:
     """Tells whether the last tokens of a prompt decide what is kept of it."""
     return any(x.stage == Stage.EVICT and x.needs.query_window for x in walk(transform))
-
-
-def _absolute(model: str) -> str:
-    """Returns a model's absolute path, for processes in other folders; a hub id stays as it is."""
-    path = Path(model)
-    return str(path.absolute()) if path.exists() else model
-
-
-def _check_out(out: Path) -> None:
-    """Raises ValueError if the folder holds something that `save_context` has not written."""
-    try:
-        check_free(out)
-    except ValueError as error:
-        raise ValueError(f"{out} is in the way, and stays as it is: {error}") from error

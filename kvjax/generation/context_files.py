@@ -229,6 +229,11 @@ def check_free(folder: Path) -> None:
             raise ValueError(f"{folder} is no folder of a context: it holds {place.name}")
 
 
+def holds_context(folder: Path) -> bool:
+    """Returns whether `save_context` has written a complete context to a folder."""
+    return folder.is_dir() and bool(_steps(folder))
+
+
 def _is_checkpoint(place: Path) -> bool:
     """Returns whether this is a checkpoint of `save_context`, complete or interrupted.
 

@@ -13,13 +13,13 @@ import sys
 import pytest
 
 import kvjax
+from kvjax.cli.lines import LEAVING
 from kvjax.cli.main import main
 from kvjax.cli.templates import Dialogue
 from kvjax.generation.continuation import decoder, new_text
 from kvjax.generation.generate import Stream
 from kvjax.models import from_pretrained, load_tokenizer
 
-HELP = "/bytes says what the cache holds, /reset begins anew, /quit ends.\n"
 CUT = "the answer was cut by --max-new\n"
 
 
@@ -58,9 +58,18 @@ def test_each_turn_goes_on_from_what_was_said(chat, tinystories):
 
 
 def test_commands_of_the_conversation(chat):
-    out, err = chat("/what", " /quit ", "never said")
-    assert (out, err) == ("", HELP)
+    out, err = chat("/byte", " /quit ", "never said")
+    assert out == ""
+    assert err.startswith("/byte is no command; did you mean /bytes?\n/bytes says ")
     assert chat() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "line", ["/etc/hosts maps names", "/usr/bin", "/tmp is full", "/quit now", " /tmp"]
+)
+def test_a_line_that_is_no_command_is_said(chat, line):
+    out, err = chat(line)
+    assert out and err == CUT
 
 
 def test_what_does_not_fit_is_said_and_changes_nothing(chat):
@@ -72,7 +81,7 @@ def test_what_does_not_fit_is_said_and_changes_nothing(chat):
     assert bytes_before == bytes_after and first == second
     err = chat("Once upon a time", "one two three " * 20, options=options)[1].removeprefix(CUT)
     assert err.startswith("the conversation is full: ") and err.count("\n") == 1
-    assert err.endswith("/reset begins a new conversation\n") and "room for 6 more tokens" in err
+    assert "room for 58 more tokens and 0 of answers; /reset begins a new conversation, and" in err
 
 
 def test_a_turn_without_room_is_refused_and_changes_nothing(chat):
@@ -92,7 +101,7 @@ def test_answers_have_room_too(chat):
     assert len(out.splitlines()) == 2, "the second answer takes what is left"
     assert err.splitlines()[:2] == [
         CUT.rstrip(),
-        "the answer was cut: room for 9 more tokens and 0 of answers",
+        "the answer was cut: room for 57 more tokens and 0 of answers",
     ]
     assert "and 0 of answers; /reset begins" in err
 
@@ -150,18 +159,19 @@ def test_an_interrupt_ends_the_answer_and_not_the_conversation(chat, monkeypatch
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
-def test_a_second_interrupt_ends_the_process():
+def test_a_third_interrupt_ends_the_process():
     code = """if True:
         import os, signal
-        from kvjax.cli.lines import interrupt_noticed
-        with interrupt_noticed() as came:
-            os.kill(os.getpid(), signal.SIGINT)
-            print(came(), flush=True)
-            os.kill(os.getpid(), signal.SIGINT)
-            print("went on")
+        from kvjax.cli.lines import interrupts_counted
+        with interrupts_counted() as interrupts:
+            for press in range(3):
+                os.kill(os.getpid(), signal.SIGINT)
+                print(interrupts.came(), flush=True)
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "True\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        -signal.SIGINT, "True\nTrue\n", f"\n{LEAVING}\n",
+    )  # fmt: skip
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvjax.cli import arguments, generate_command
-from kvjax.cli.lines import lines
+from kvjax.cli.lines import LEAVING, Interrupts, lines
 from kvjax.cli.main import main
 from tests.cli.commands import one_line, output
 
@@ -157,22 +158,6 @@ class Terminal:
         before, found, self._shown = self._shown.partition(text)
         return before + found
 
-    def interrupt_until(self, text: str, seconds: float = 120, again: float = 10) -> None:
-        """Types Ctrl-C, and once more every `again` seconds, until the text is shown.
-
-        Python's readline notices a Ctrl-C only while it waits for a key. One that comes while it
-        still handles the key before is noticed with the next key, or the next Ctrl-C.
-        """
-        end = time.monotonic() + seconds
-        while True:
-            self.type("\x03")
-            try:
-                self.wait_for(text, again)
-                return
-            except AssertionError:
-                if time.monotonic() > end:
-                    raise
-
     def end(self, seconds: float = 120) -> tuple[int, str]:
         """The exit code, and what is shown from the last call on."""
         shown = self._shown
@@ -242,13 +227,18 @@ def test_the_compiler_is_silent_unless_it_is_asked(value):
 # Lines
 
 TYPED = """
-import signal
-from kvjax.cli.lines import lines
+import signal, time
+from kvjax.cli.lines import interrupts_counted, lines
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # as the command does
 try:
-    for line in lines():
-        print("said", repr(line), flush=True)
-    print("done", flush=True)
+    with interrupts_counted() as interrupts:
+        for line in lines(interrupts):
+            print("said", repr(line), flush=True)
+            while line == "work" and not interrupts.came():
+                time.sleep(0.01)
+            while line == "for ever":
+                time.sleep(0.01)
+        print("done", flush=True)
 except KeyboardInterrupt:
     raise SystemExit(130)
 """
@@ -257,7 +247,6 @@ except KeyboardInterrupt:
 @pytest.fixture
 def terminal():
     """Starts processes at terminals."""
-    pytest.importorskip("readline")
     made: list[Terminal] = []
 
     def start(*command: str, **env: str) -> Terminal:
@@ -271,8 +260,6 @@ def terminal():
 
 @posix
 def test_lines_that_are_pasted_together_are_one(terminal):
-    if "libedit" in (__import__("readline").__doc__ or ""):
-        pytest.skip("libedit knows no bracketed paste")
     shell = terminal("-c", TYPED)
     shell.wait_for("> ")
     shell.type("\x1b[200~First paragraph.\r\rSecond: é.\r\x1b[201~\r")
@@ -293,20 +280,96 @@ def test_an_interrupt_clears_the_line(terminal):
     for _ in range(2):
         shell.type("half a li")
         shell.wait_for("half a li")
-        shell.interrupt_until("> ")
+        shell.type("\x03")
+        assert LEAVING not in shell.wait_for("> ")
     shell.type("whole\r")
     shell.wait_for("said 'whole'")
+
+
+@posix
+def test_two_interrupts_in_a_row_leave(terminal):
+    shell = terminal("-c", TYPED)
+    shell.wait_for("> ")
+    shell.type("\x03")
+    shell.wait_for(LEAVING)
+    shell.wait_for("> ")
+    shell.type("a")  # whatever is typed between two interrupts parts them
+    shell.wait_for("a")
+    shell.type("\x7f\x03")
+    shell.wait_for(LEAVING)
+    shell.wait_for("> ")
+    shell.type("went on\r")
+    shell.wait_for("said 'went on'")
+    shell.wait_for("> ")
+    shell.type("\x03")
+    shell.wait_for(LEAVING)
     shell.wait_for("> ")
     shell.type("\x03")
     assert shell.end()[0] == 130
 
 
+@posix
+def test_no_interrupt_leaves_unannounced(terminal):
+    """Wherever it comes: within an answer, behind it, or while it does not end."""
+    shell = terminal("-c", TYPED)
+    shell.wait_for("> ")
+    shell.type("work\r")
+    shell.wait_for("said 'work'")
+    shell.type("\x03\x03")
+    shell.wait_for(LEAVING)
+    shell.wait_for("> ")
+    shell.type("for ever\r")
+    shell.wait_for("said 'for ever'")
+    shell.type("\x03")
+    time.sleep(0.2)  # the terminal takes two at once for one
+    shell.type("\x03")
+    shell.wait_for(LEAVING)
+    shell.type("\x03")
+    assert shell.end()[0] == -signal.SIGINT
+
+
+@posix
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="no tmux, whose screen is looked at")
+def test_a_long_text_is_shown_as_it_was_pasted(tmp_path):
+    """More lines than the screen has, wider than it, and no line end behind the last one."""
+    text = "\n".join(f"line {n} " + "of many words " * 9 for n in range(60)) + "\nthe end"
+    (tmp_path / "typed.py").write_text(TYPED)
+    (tmp_path / "text").write_text(text)
+
+    def tmux(*command: str) -> str:
+        line = ["tmux", "-S", tmp_path / "socket", "-f", "/dev/null", *command]
+        return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    def screen(last: str) -> str:
+        end = time.monotonic() + 60
+        while not (shown := tmux("capture-pane", "-p").rstrip()).endswith(last):
+            assert time.monotonic() < end, shown
+            time.sleep(0.1)
+        return shown
+
+    tmux("new-session", "-d", "-x", "100", "-y", "20", sys.executable, str(tmp_path / "typed.py"))
+    try:
+        screen(">")
+        tmux("load-buffer", str(tmp_path / "text"))
+        tmux("paste-buffer", "-p")
+        shown = [line.rstrip() for line in screen("the end").splitlines()]
+        wrapped = [
+            line[at : at + 100].rstrip()
+            for line in text.splitlines()
+            for at in range(0, len(line), 100)
+        ]
+        assert shown == wrapped[-len(shown) :]
+    finally:
+        tmux("kill-server")
+
+
 def test_lines_of_a_file(monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo"))
-    assert list(lines()) == ["one", "", "two"]
+    assert list(lines(Interrupts())) == ["one", "", "two"]
 
 
 def test_no_standard_input(monkeypatch):
     monkeypatch.setattr("sys.stdin", None)
     with pytest.raises(ValueError, match="standard input is closed"):
-        next(lines())
+        next(lines(Interrupts()))

@@ -72,7 +72,9 @@ def test_what_is_kept_is_told(capsys, document, tinystories, tmp_path):
     said = output(capsys, *args, "--method", "streaming_llm", "--budget", "16")
     tokens = len(load_tokenizer(tinystories)(TEXT).input_ids)
     assert said.startswith(f"{tmp_path / 'out'}: {tokens} tokens with streaming_llm in ")
-    assert said.endswith("% of the full cache\n") and said.count("\n") == 1
+    first, second = said.splitlines()
+    assert first.endswith("% of the full cache")
+    assert second.endswith(f"or kvjax chat {tmp_path / 'out'}, goes on from it")
 
 
 def test_questions_have_the_room_of_the_method(capsys, document, tinystories, tmp_path):
@@ -118,9 +120,12 @@ def test_other_folders_are_refused(capsys, no_weights, document, tmp_path):
 
 
 def test_contexts_of_other_programs(capsys, monkeypatch, no_weights):
-    monkeypatch.setattr("kvjax.cli.ask_command.context_about", lambda _: {"model": None})
+    monkeypatch.setattr("kvjax.cli.saved.context_about", lambda _: {"model": None})
     said = error(capsys, "ask", "somewhere", "why")
-    assert "somewhere was not written by kvjax read: it does not say its budget, doc" in said
+    assert (
+        "somewhere was not written by kvjax read or kvjax chat: it does not say its budget, doc"
+        in said
+    )
 
 
 @pytest.mark.slow

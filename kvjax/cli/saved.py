@@ -1,0 +1,171 @@
+"""Contexts in folders, with what `kvjax read` and `kvjax chat` save beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import kvjax
+from kvjax.cli.templates import Dialogue
+from kvjax.generation.context_files import check_free, context_about
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a further turn of a conversation needs besides its context.
+
+    Args:
+      system: the system message; None: there is none, or it was read with a document.
+      ended_by: end tokens of the newest answer, which were read.
+      max_new: most tokens of an answer.
+      sampling: how tokens are chosen.
+      seed: of the draws.
+    """
+
+    system: str | None
+    ended_by: tuple[int, ...]
+    max_new: int
+    sampling: kvjax.Sampling
+    seed: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the conversation as JSON holds it."""
+        return {**dataclasses.asdict(self), "ended_by": list(self.ended_by)}
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> Conversation:
+        """Makes the conversation of `as_json`."""
+        ended_by, sampling = tuple(record["ended_by"]), kvjax.Sampling(**record["sampling"])
+        return cls(**{**record, "ended_by": ended_by, "sampling": sampling})
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What is told about a context that a command has saved.
+
+    Args:
+      model: absolute path or hub id of the model; None is the bundled model.
+      document: the file of a document that was read first; None: there was none.
+      method, budget: of the compression, as they were given.
+      raw: whether texts are fed as they are, without the model's chat template.
+      conversation: None: no question about the document has been answered yet.
+    """
+
+    model: str | None
+    document: str | None
+    method: str
+    budget: int | float | None
+    raw: bool
+    conversation: Conversation | None = None
+
+    @classmethod
+    def of(cls, folder: str) -> Saved:
+        """Reads what was saved with the context of a folder, before any array is read.
+
+        Raises:
+          ValueError: the folder holds no context, or none of `kvjax read` and `kvjax chat`.
+        """
+        about = context_about(folder)
+        names = [field.name for field in dataclasses.fields(cls)][:-1]
+        if missing := set(names) - about.keys():
+            raise ValueError(
+                f"{folder} was not written by kvjax read or kvjax chat: it does not say its "
+                f"{', '.join(sorted(missing))}"
+            )
+        record = about.get("conversation")
+        try:
+            conversation = None if record is None else Conversation.of(record)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"the conversation in {folder} is damaged: {error}") from error
+        return cls(**{name: about[name] for name in names}, conversation=conversation)
+
+    def about(self) -> dict[str, Any]:
+        """Returns what `save_context` takes as `about`."""
+        record = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        conversation = record.pop("conversation")
+        if conversation is not None:
+            record["conversation"] = conversation.as_json()
+        return record
+
+    def model_name(self, given: str | None, folder: str) -> str | None:
+        """Returns the model of `--model`, or else the model of the context in this folder.
+
+        Raises:
+          ValueError: the context's model is no longer where it was.
+        """
+        if given is not None:
+            return given
+        path = Path(self.model or "")
+        if path.is_absolute() and not path.exists():
+            raise ValueError(f"the model of {folder} is no longer at {path}: say where by --model")
+        return self.model
+
+    def dialogue(self, tokenizer: Any) -> Dialogue:
+        """Makes the dialogue that turns texts into tokens as those before them."""
+        # The system message of a document was read with it and need not be rendered again.
+        system = None if self.conversation is None else self.conversation.system
+        return Dialogue(tokenizer, system=system, raw=self.raw)
+
+    def turn(self, dialogue: Dialogue, text: str) -> list[int]:
+        """Returns the tokens of a question about the document, or of a conversation's next turn."""
+        if self.conversation is None:
+            return dialogue.question(text)
+        return dialogue.turn(text, self.conversation.ended_by)
+
+
+class Room(NamedTuple):
+    """The room that a conversation has left.
+
+    Args:
+      prompt: tokens that can be read.
+      new: tokens that can be written.
+      positions: tokens of both kinds together, by the model's positions; None: no limit.
+    """
+
+    prompt: int
+    new: int
+    positions: int | None
+
+    @classmethod
+    def of(cls, context: kvjax.Context, positions: int | None) -> Room:
+        """Returns the room that a context of one row has; `positions` are the model's."""
+        # Keys that are rotated at their rank in the cache never reach a position beyond the limit.
+        unbounded = positions is None or all(x.needs.reposition for x in context.layers)
+        return cls(
+            context.max_prompt - int(context.prompt_tokens[0]),
+            context.max_new - int(context.new_tokens[0]),
+            None if unbounded else positions - int(context.length[0]),
+        )
+
+    def after(self, prompt: Sequence[int]) -> int:
+        """Returns how many tokens can be written after a prompt; below 1, it does not fit."""
+        if len(prompt) > self.prompt:
+            return 0
+        if self.positions is None:
+            return self.new
+        return min(self.new, self.positions - len(prompt))
+
+    def __str__(self) -> str:
+        text = f"room for {self.prompt:,} more tokens and {self.new:,} of answers"
+        if self.positions is not None and self.positions < self.prompt + self.new:
+            text += f", {self.positions:,} of both by the model's positions"
+        return text
+
+
+def check_out(out: Path) -> None:
+    """Raises ValueError if a folder holds something that `save_context` has not written."""
+    try:
+        check_free(out)
+    except ValueError as error:
+        raise ValueError(f"{out} is in the way, and stays as it is: {error}") from error
+
+
+def absolute_model(model: str | None) -> str | None:
+    """Returns a model's absolute path, for processes in other folders; a hub id stays as it is."""
+    if model is None:
+        return None
+    path = Path(model)
+    return str(path.absolute()) if path.exists() else model
