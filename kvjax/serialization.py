@@ -48,6 +48,7 @@ from kvjax.transforms.chelsea.outlier_heads import OutlierHeads, RemainingBudget
 from kvjax.transforms.clusterkv.clusters import Clusters
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
 from kvjax.transforms.kvcrush.kvcrush import KVCrushState
+from kvjax.transforms.kvzip.kvzip import KVzipState
 from kvjax.transforms.pyramidinfer.pyramidinfer import (
     Generated,
     PyramidInferLayer,
@@ -65,8 +66,8 @@ NODES = {
     f"kvjax.{node.__name__}": node
     for node in (
         AttentionOptions, CaMState, Channels, Clusters, CodebookPayload, Column, Dense, Encoded,
-        Generated, KVCache, KVCrushState, LayerCache, Offloaded, Pages, Passes, Quantized,
-        QuerySample, QueryWindow, Reading, Recent, Repeated, Resident, Rope, Wrapped,
+        Generated, KVCache, KVCrushState, KVzipState, LayerCache, Offloaded, Pages, Passes,
+        Quantized, QuerySample, QueryWindow, Reading, Recent, Repeated, Resident, Rope, Wrapped,
     )
 }  # fmt: skip
 # Classes of static values, by the names of the classes. Methods have the names of the registry.

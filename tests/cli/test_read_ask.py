@@ -94,9 +94,12 @@ def test_questions_have_the_room_of_the_method(capsys, document, tinystories, tm
     asked = json.loads(output(capsys, "ask", tmp_path / "out", "word " * 20, "--json"))
     (answer,) = asked["results"]
     assert 16 < answer["prompt_tokens"] <= 24
-    assert json.loads(output(capsys, *args, *method, "--max-questions", "9", "--json"))[
-        "max_questions"
-    ] == 9
+    assert (
+        json.loads(output(capsys, *args, *method, "--max-questions", "9", "--json"))[
+            "max_questions"
+        ]
+        == 9
+    )
 
 
 def test_an_earlier_context_is_replaced(read, tmp_path):

@@ -8,6 +8,7 @@ import pytest
 
 import kvjax
 from kvjax.generation import groups, observe, prompt_pass
+from kvjax.generation.compiler import Compiler
 from kvjax.generation.observe import slots_together
 from tests.generation.test_generate import RAGGED
 from tests.generation.test_observe import LAYERS, PROFILE, SIZES, model
@@ -104,9 +105,13 @@ def test_further_documents_are_those_of_groups_alone(name, monkeypatch):
     turns = [[[7, 3, 9, 1, 4] * 3, [6, 2] * 9, None], [[5, 9, 2], None, [8]]]
     repetition, calls = kvjax.Repetition(first=(1, 2), further=(3,), piece=8), []
     join_heads = prompt_pass.join_heads
-    monkeypatch.setattr(
-        prompt_pass, "join_heads", lambda *args: calls.append(args) or join_heads(*args)
-    )
+
+    def noted(*args):
+        if isinstance(args[-1], Compiler):  # and not a `Tracer`
+            calls.append(args)
+        return join_heads(*args)
+
+    monkeypatch.setattr(prompt_pass, "join_heads", noted)
     together = conversation(METHODS[name], turns, repetition)
     assert len(calls) == (2 * LAYERS if name == "kvzip" else 0)
     alone(monkeypatch)

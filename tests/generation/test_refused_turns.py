@@ -107,8 +107,8 @@ def test_no_array_is_lost_whatever_the_other_layers_do(name):
 
 
 def test_a_turn_of_fewer_rows_that_are_read_in_groups(monkeypatch):
-    monkeypatch.setattr(groups, "_TOKENS_PER_SHAPE", 1)
-    monkeypatch.setattr(groups, "row_groups", lambda widths: [[0], [2]])
+    divided = lambda widths: [[0], [2]] if 0 in widths else [None]  # noqa: E731
+    monkeypatch.setattr(groups, "row_groups", divided)
     goes_wrong(model(), kvjax.SnapKV(20, window=4))
 
 
@@ -253,7 +253,9 @@ def test_what_later_documents_hold(name):
             counts = np.histogram(head[head >= 0], edges)[0]
             held += counts
             assert (counts[[0, 3, 7]] > 0).all()
-    held /= sum(part.shape[1] for part in positions(context))
-    documents = held[[0, 3, 7]].sum()
-    assert documents == pytest.approx(0.3 * 80, abs=2 if name == "by head" else 0.01)
+    held = (held / sum(part.shape[1] for part in positions(context)))[[0, 3, 7]]
+    if name == "by head":  # the shares of heads differ
+        assert held.sum() == pytest.approx(0.3 * 80, abs=2)
+    else:
+        assert held.tolist() == [7, 9, 9]
     assert context.dropped == 0
