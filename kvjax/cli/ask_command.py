@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
 
 import kvjax
@@ -18,8 +19,9 @@ from kvjax.generation.prompt_checks import check_turn
 
 DESCRIPTION = """\
 Answers questions about a document that kvjax read has read, all of them in one
-batch. The folder stays as it is, and no question knows of another. A conversation
-that kvjax chat has saved can be asked, too: each question is its next turn."""
+batch, whose rows are a power of two, so that few of its sizes are compiled for.
+The folder stays as it is, and no question knows of another. A conversation that
+kvjax chat has saved can be asked, too: each question is its next turn."""
 EXAMPLES = ""
 
 
@@ -52,14 +54,22 @@ def run(args: argparse.Namespace) -> None:
         _check_room(saved, room, questions, max_new)
         check_turn(as_functional(model), context, questions, max_new)
         rows = [Row(opened.decode, question) for question in questions]
+        # Rows without a question take no part: with them, few numbers of rows are compiled for.
+        spare = [Row(opened.decode, ()) for _ in range(_rows(len(questions)) - len(questions))]
         result = write(
-            model, questions, rows, streaming=not args.json, context=context, donate=True,
+            model, [*questions, *[None] * len(spare)], [*rows, *spare],
+            streaming=not args.json, context=context, donate=True,
             on_step=display.writing if args.json else on_step(display, rows, texts, several),
             on_compile=display.compiling,
             on_layer=display.reading(model.num_layers, sum(map(len, questions))),
             max_new_tokens=max_new, end_tokens=opened.end_tokens(dialogue), sampling=choice,
             seed=args.seed,
         )  # fmt: skip
+    answered = slice(len(questions))
+    result = dataclasses.replace(
+        result, tokens=result.tokens[answered], ended=result.ended[answered],
+        prompt_tokens=result.prompt_tokens[answered], ended_by=result.ended_by[answered],
+    )  # fmt: skip
     named = {name: getattr(saved, name) for name in ("document", "method", "budget")}
     record = {"model": opened.name, "folder": args.folder, **named, **figures(result)}
     print_rows(
@@ -68,6 +78,11 @@ def run(args: argparse.Namespace) -> None:
     )  # fmt: skip
     if not args.json:
         print_dropped(saved.method, result.dropped)
+
+
+def _rows(questions: int) -> int:
+    """Returns how many rows a batch of questions takes: the next power of two."""
+    return 1 << (questions - 1).bit_length()
 
 
 def _most(saved: Saved, room: Room) -> int:

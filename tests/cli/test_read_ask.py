@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import jax
 import pytest
 
 import kvjax
@@ -65,6 +66,40 @@ def test_questions_are_answered_as_after_the_document(capsys, read, tinystories,
     assert "question 2 has " in said and said.endswith("read a larger --max-questions\n")
     said = error(capsys, "ask", tmp_path / "out", "One", "--max-new", "21")
     assert "--max-new must be at most 20, got 21: give kvjax read a larger --max-new" in said
+
+
+@pytest.fixture
+def compiled():
+    """Has an entry for each program that was compiled."""
+    names = []
+
+    def note(name, seconds, **about):
+        if name.endswith("/backend_compile_duration"):
+            names.append(about.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
+def test_three_questions_compile_nothing_after_four(capsys, compiled, read, tmp_path):
+    """Draws do not depend on how many there are."""
+    read("--max-questions", "32", "--max-new", "8")
+    questions = "One day, Lily", "The dog said", "Lily saw", "Her mom"
+
+    def ask(*questions):
+        asked = output(capsys, "ask", tmp_path / "out", *questions, "--temperature", "1", "--json")
+        return json.loads(asked)["results"]
+
+    four = ask(*questions)
+    compiled.clear()
+    three = ask(*questions[:3])
+    assert not compiled
+    assert three == four[:3]
+    assert main(["ask", str(tmp_path / "out"), *questions[:3], "--temperature", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert [out.count(answer["text"]) > 0 for answer in three] == [True] * 3
+    assert out.count("---") == 3 and f" + {sum(x['new_tokens'] for x in three)} tokens" in err
 
 
 def test_what_is_kept_is_told(capsys, document, tinystories, tmp_path):
