@@ -3,7 +3,7 @@
 PYTHON ?= $(firstword $(wildcard .venv/bin/python) python3)
 RESULTS = benchmarks/results
 
-.PHONY: quick test slow versions lint types docs notebooks wheel aot aot-tpu bench-decode bench-kernels
+.PHONY: quick test slow versions lint types docs notebooks wheel aot aot-tpu bench-decode bench-kernels device
 
 quick: ; $(PYTHON) -m pytest -m quick
 test: ; $(PYTHON) -m pytest
@@ -29,5 +29,7 @@ aot-tpu: ; $(PYTHON) -m tests.tpu.compile_for_tpus --out $(RESULTS)/aot_tpu.json
 bench-decode: ; $(PYTHON) benchmarks/decode_step.py --out $(RESULTS)/decode_step_cpu.json
 # The kernels on a GPU, in under ten minutes.
 bench-kernels: ; $(PYTHON) benchmarks/kernels.py --out $(RESULTS)/kernels.json
+# All that takes a GPU, the most valuable first, for a quarter of an hour; ARGS=... are options.
+device: ; $(PYTHON) benchmarks/device.py $(ARGS)
 # Writes the notebooks from their .py files, without outputs.
 notebooks: ; $(PYTHON) -m jupytext --to ipynb --update notebooks/*.py

@@ -137,19 +137,20 @@ def dense(shape: Shape, x: Inputs, names: Names) -> Iterator[Side]:
 
 
 def others(shape: Shape, x: Inputs, names: Names) -> Iterator[Side]:
-    """The same, and by cuDNN through JAX, without bias and positions."""
+    """The same, and by `jax.nn`, without bias and positions: by XLA, and by cuDNN."""
     yield from dense(shape, x, names)
-    if shape.dtype == "bfloat16":
-        size = x.k.nbytes + x.v.nbytes + 2 * x.q.nbytes
-        yield Side("decode_attention", "cudnn", size, functools.partial(cudnn, x))
+    size = x.k.nbytes + x.v.nbytes + 2 * x.q.nbytes
+    ways = {"jax.nn": "xla"} | ({"cudnn": "cudnn"} if shape.dtype == "bfloat16" else {})
+    for name, way in ways.items():
+        yield Side("decode_attention", name, size, functools.partial(by_jax, x, way))
 
 
-def cudnn(x: Inputs, calls: int) -> Run:
+def by_jax(x: Inputs, way: str, calls: int) -> Run:
     """`jax.nn.dot_product_attention`, over keys and values as it takes them, `[B, S, H, D]`."""
 
     def call(q, k, v):
         rows = q.reshape(q.shape[0], 1, -1, q.shape[-1])
-        return jax.nn.dot_product_attention(rows, k, v, implementation="cudnn").reshape(q.shape)
+        return jax.nn.dot_product_attention(rows, k, v, implementation=way).reshape(q.shape)
 
     return loop(call, x.q, *(jnp.swapaxes(rows, 1, 2) for rows in (x.k, x.v)))(calls)
 

@@ -4,7 +4,7 @@
 
 On a GPU, in under ten minutes; on CPU with `--small`, which says nothing about speed. Each
 operation runs by its kernel and by XLA at layers of Llama-3.1-8B and GLM-4-9B; dense attention also
-by cuDNN.
+by cuDNN and by XLA as `jax.nn` calls them.
 
 A measurement is a loop of calls on the device. The sides of a group take turns, round after round,
 and a copy with them; a side whose calls take seconds has one round. `share_of_copy` is the median
@@ -40,6 +40,7 @@ ROUNDS = 10
 SECONDS = 480  # after which nothing more is begun
 MEASURED = 16e9  # bytes of the calls of a measurement: 4 ms where memory moves 4 TB/s
 MOST_CALLS, CALLS_OF_XLA = 400, 10  # of a measurement; XLA may be slow
+BY_XLA = "xla", "jax.nn"
 PER_BYTE = 150  # operations that a GPU makes, about, while it moves a byte
 SLOW = 2.0  # seconds of the first round of a side, from which on it has only one more
 LARGE = 128e6  # bytes of a call, from which on what it reads comes from memory and not from L2
@@ -83,7 +84,7 @@ def main(arguments: Iterable[str] | None = None) -> dict:
         try:
             if time.perf_counter() - begin > args.seconds:
                 raise TimeoutError("no time left")
-            for row in rows_of(shape, group, args.rounds, args.small):
+            for row in rows_of(shape, group, args.rounds, args.small, implementations()):
                 (failed if "reason" in row else results).append(where | row)
         except Exception as error:  # arguments that do not fit in memory, mostly
             left_out.append(where | {"reason": said(error)})
@@ -123,10 +124,12 @@ class Ran(NamedTuple):
         return statistics.median(self.times) / self.calls
 
 
-def rows_of(shape: Shape, group: str, rounds: int, small: bool) -> list[dict]:
+def rows_of(
+    shape: Shape, group: str, rounds: int, small: bool, names: tuple[str, ...]
+) -> list[dict]:
     """A row for each side of a group and for the copy: figures, or the reason why it failed."""
     x = jax.block_until_ready(inputs(shape))
-    sides = [copy(2**16 if small else 2**30), *GROUPS[group](shape, x, implementations())]
+    sides = [copy(2**16 if small else 2**30), *GROUPS[group](shape, x, names)]
     with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
         tried = list(pool.map(lambda side: warmed(side, small), sides))
     ran = [each for each in tried if isinstance(each, Ran)]
@@ -144,7 +147,7 @@ def rows_of(shape: Shape, group: str, rounds: int, small: bool) -> list[dict]:
 
 def warmed(side: Side, small: bool) -> Ran | dict:
     """The side, compiled and run once; or why it could not be."""
-    most = CALLS_OF_XLA if side.implementation == "xla" else MOST_CALLS
+    most = CALLS_OF_XLA if side.implementation in BY_XLA else MOST_CALLS
     moved = max(side.bytes, side.operations / PER_BYTE)
     calls = 2 if small else max(2, min(most, round(MEASURED / moved)))
     try:

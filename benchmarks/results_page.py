@@ -3,11 +3,11 @@
     python benchmarks/results_page.py
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`; what is between is replaced. It is
-made from the folder NAME of `kvjax eval`, or from the rows of `NAME.json`; `NAME where REGEX` has
-those of its lines in which the expression is found. Figures of methods on SmolLM2 at 2,048 tokens
-stand between `<!-- PANEL: METHOD BUDGET; ... -->` and `<!-- / -->`, where PANEL is `inside` or
-`after` (needles found, by where the question is) or `nats` (lost per token). `--check` changes
-nothing and fails where a page is not what the files say.
+made from the folder NAME of `kvjax eval`, from the rows of `NAME.json`, or from the records of
+`device.py`; `NAME where REGEX` has those of its lines in which the expression is found. Figures of
+methods on SmolLM2 at 2,048 tokens stand between `<!-- PANEL: METHOD BUDGET; ... -->` and
+`<!-- / -->`, where PANEL is `inside` or `after` (needles found, by where the question is) or `nats`
+(lost per token). `--check` changes nothing and fails where a page is not what the files say.
 """
 
 from __future__ import annotations
@@ -21,13 +21,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from device_page import device_tables
+from tables import markdown
+
 from kvjax.evaluation import Results, Row, read_results
 
 HOME = Path(__file__).resolve().parents[1]
 FOLDER = HOME / "benchmarks" / "results"
 METHODS = HOME / "docs" / "methods"
 RESULTS = HOME / "docs" / "results"
-PAGES = (HOME / "README.md", HOME / "RESULTS.md", *METHODS.glob("*.md"), *RESULTS.glob("*.md"))
+GPU = HOME / "docs" / "guides" / "gpu.md"
+PAGES = (
+    HOME / "README.md", HOME / "RESULTS.md", GPU, *METHODS.glob("*.md"), *RESULTS.glob("*.md"),
+)  # fmt: skip
 CHOSEN = (
     "full", "streaming_llm", "h2o", "snapkv", "chelsea", "kvmerger", "kvcrush(snapkv)", "spindlekv",
     "clusterkv", "quest", "infinigen", "quantize", "chain(quantize, clusterkv)",
@@ -101,14 +107,6 @@ def error(row: Row) -> str:
 
 
 SHOWN: dict[str, Callable[[Row], str]] = {LOSS: nats, ATTENTION: error}
-
-
-def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of Markdown."""
-    rule = "|" + "---|" * len(headings)
-    return "\n".join(
-        ["| " + " | ".join(headings) + " |", rule] + [f"| {' | '.join(row)} |" for row in rows]
-    )
 
 
 def name(method: str, budget: float | None) -> str:
@@ -381,6 +379,7 @@ def tables() -> tuple[list[Results], dict[str, str]]:
         "situations": situations([folders["needles"], folders["fit_small_smollm2_h200"]]),
         "first": first([folders["needles_small_smollm2"], folders["needles"]]),
         **{made.__name__: made(read("vs_kvpress_kvzip_smollm2")["rows"]) for made in KVZIP},
+        **device_tables(),
     }
 
 
