@@ -17,6 +17,8 @@ LAYERS = 32
 EARLIER = "kernels_h200", "kernels_h200_prompts"  # runs of kernels.py, before there were records
 MEASURED_WORDS = ("done", "measured"), *((state, state) for state in STATES[1:])
 
+RATED = "dense", "listed", "8 bits", "4 bits", "codebook"  # groups whose time is that of reading
+
 IMPLEMENTATIONS = {
     "pallas": "attention alone, by the kernel", "jax.nn": "by XLA (`jax.nn`)", "cudnn": "by cuDNN",
 }  # fmt: skip
@@ -59,9 +61,9 @@ class Known(NamedTuple):
         return [entry for entry in self.every if entry.kind in kinds]
 
     def devices(self, some: Iterable[Entry]) -> list[str]:
-        """Devices that have a row of one of these entries; one without a name if none has."""
+        """Devices that have a row of one of these entries."""
         names = {entry.name for entry in some}
-        return sorted({device for device, name in self.rows if name in names}) or [""]
+        return sorted({device for device, name in self.rows if name in names})
 
     def cell(self, device: str, entry: Entry, shown: Callable[[Row], str]) -> str:
         """What is shown of an entry's result, or why there is none."""
@@ -71,6 +73,11 @@ class Known(NamedTuple):
         if row["state"] == "done":
             return shown(row["result"])
         return "failed" if row["state"] == "failed" else row["reason"].splitlines()[0]
+
+
+def table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table; where there is no device yet, one line says so."""
+    return markdown(headings, lines or [[UNKNOWN, *[""] * (len(headings) - 1)]])
 
 
 def short(device: str) -> str:
@@ -111,7 +118,7 @@ def steps(known: Known) -> str:
             by_size = {size(x): known.cell(device, x, attention(name)) for x in alone}
             lines.append([short(device), words, *(by_size.get(each, "") for each in sizes)])
         lines += by_method(known, device, some, sizes, step)
-    return markdown(["device", "method", *sizes], lines)
+    return table(["device", "method", *sizes], lines)
 
 
 def first_tokens(known: Known) -> str:
@@ -122,7 +129,7 @@ def first_tokens(known: Known) -> str:
         line for device in known.devices(some)
         for line in by_method(known, device, some, sizes, lambda x: f"{x['first_s']:.2f} s")
     ]  # fmt: skip
-    return markdown(["device", "method", *sizes], lines)
+    return table(["device", "method", *sizes], lines)
 
 
 def by_method(
@@ -150,7 +157,7 @@ def models(known: Known) -> str:
         for device in known.devices(some) for entry in some
     ]  # fmt: skip
     headings = ["device", "model", "tokens", "method", "first token, a step, cache"]
-    return markdown(headings, lines)
+    return table(headings, lines)
 
 
 def answers(known: Known) -> str:
@@ -165,7 +172,7 @@ def answers(known: Known) -> str:
         [short(device), entry.name, known.cell(device, entry, scores)]
         for device in known.devices(some) for entry in some
     ]  # fmt: skip
-    return markdown(["device", "task", "right"], lines)
+    return table(["device", "task", "right"], lines)
 
 
 # --- tests ----------------------------------------------------------------------------------------
@@ -193,7 +200,7 @@ def tests(known: Known) -> str:
                 f"{sum(x['passed'] for x in results):,}" if results else UNKNOWN,
                 ", ".join(failed) or ("none" if results else UNKNOWN),
             ])  # fmt: skip
-    return markdown(["device", "tests", "files run to the end", "passed", "failed"], lines)
+    return table(["device", "tests", "files run to the end", "passed", "failed"], lines)
 
 
 # --- kernels --------------------------------------------------------------------------------------
@@ -242,7 +249,10 @@ def kernels(
             }  # fmt: skip
             cells = [milliseconds(by.get(name)) for name in ("pallas", "xla")]
             cells.append(milliseconds(by["cudnn"]) if "cudnn" in by else "")
-            lines.append([words, short(device), *cells, rate_of(by.get("pallas"), rate)])
+            rated = rate != "bytes" or group in RATED
+            lines.append([
+                words, short(device), *cells, rate_of(by.get("pallas"), rate) if rated else "",
+            ])  # fmt: skip
     headings = ["operation", "device", "kernel", "XLA", "cuDNN", f"kernel's {rate} per second"]
     return markdown(headings, lines)
 
@@ -251,7 +261,9 @@ def milliseconds(row: Row | None) -> str:
     """The time of a call."""
     if row is None:
         return UNKNOWN
-    return "failed" if "reason" in row else f"{row['microseconds'] / 1e3:.3g} ms"
+    if "reason" in row:
+        return "failed"
+    return f"{row['microseconds'] / 1e3:#.3g}".rstrip(".") + " ms"
 
 
 def rate_of(row: Row | None, rate: str) -> str:
@@ -283,10 +295,10 @@ def tiles(known: Known) -> str:
 
     some = known.of("tiles")
     lines = [
-        [f"`{entry.options['operation']}`", short(device), known.cell(device, entry, gain)]
-        for entry in some for device in known.devices(some)
+        [short(device), f"`{entry.options['operation']}`", known.cell(device, entry, gain)]
+        for device in known.devices(some) for entry in some
     ]  # fmt: skip
-    return markdown(["operation", "device", "best tile's time, of the table's tile"], lines)
+    return table(["device", "operation", "best tile's time, of the table's tile"], lines)
 
 
 # --- pages ----------------------------------------------------------------------------------------

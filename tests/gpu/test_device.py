@@ -60,6 +60,16 @@ def rows_of(folder):
     return list(map(json.loads, path.read_text().split("\n")[:-1])) if path.exists() else []
 
 
+def test_an_error_is_written_and_the_list_goes_on(device, monkeypatch, tmp_path):
+    every = fakes(device, "fine", "raises", "fine")
+    rows = run(device, monkeypatch, tmp_path, every)
+    assert [row["state"] for row in rows] == ["done", "failed", "done"]
+    assert rows[1]["reason"].endswith("ValueError: wrong")
+    assert "1 raises: ValueError: wrong" in (tmp_path / "README.md").read_text()
+    assert [row["entry"] for row in run(device, monkeypatch, tmp_path, every)] == ["1 raises"]
+
+
+@pytest.mark.slow  # processes begin many times
 def test_what_goes_wrong_is_written_and_the_list_goes_on(device, monkeypatch, tmp_path, capsys):
     every = fakes(device, "fine", "raises", "slow", "ends", "fine")
     rows = run(device, monkeypatch, tmp_path, every)
@@ -176,6 +186,43 @@ def test_a_file_that_takes_too_long_is_run_in_parts(device, monkeypatch, tmp_pat
     monkeypatch.setattr(device, "LIMIT", 30.0)
     (row,) = run(device, monkeypatch, tmp_path, every)
     assert row["state"] == "done" and row["result"]["passed"] == 3
+
+
+def test_tables_say_what_is_known(device, tmp_path):
+    from device_entries import kernels, on_shape
+    from device_page import device_tables
+
+    every = [on_shape("steps", method, 8192, 1) for method in METHODS[:5]]
+    every += [kernels(8192, 1, "dense"), device.Entry("a file", "tests", {"path": "tests/a/b.py"})]
+    rows = [
+        {"state": "done", "result": {"step_ms": 2.5, "tokens_per_s": 400.0, "held_bytes": 2e10}},
+        {"state": "late", "reason": "did not finish in 60 s"},
+        {"state": "failed", "reason": "Traceback\nValueError: wrong"},
+        {"state": "left out", "reason": "takes 200 GB"},
+        None,
+        {"state": "done", "result": {"rows": [
+            {"operation": "decode_attention", "implementation": name, "microseconds": 100.0}
+            for name in ("pallas", "cudnn")
+        ]}},
+        {"state": "failed", "result": {"passed": 3, "failed": ["b.py::c"], "skipped": 0},
+         "reason": "1 of 4 failed"},
+    ]  # fmt: skip
+    with (tmp_path / "records.jsonl").open("w") as file:
+        for entry, row in zip(every, rows, strict=True):
+            if row is not None:
+                file.write(json.dumps({"entry": entry.name, "device": "NVIDIA A", **row}) + "\n")
+    tables = device_tables(tmp_path, every)
+    cells = [
+        "3.2 ms", "", "3.2 ms", "2.5 ms, 400 / s, 20 GB", "did not finish in 60 s", "failed",
+        "takes 200 GB", "not measured",
+    ]  # fmt: skip
+    steps = [line.split(" | ") for line in tables["device_steps"].splitlines()[2:]]
+    assert [line[2].removesuffix("|").strip() for line in steps] == cells
+    assert all(line[0] == "| A" for line in steps)
+    assert "| A | `tests/a` | 1 of 1 | 3 | `b.py::c` |" in tables["device_tests"]
+    assert tables["device_tiles"].splitlines()[2] == "| not measured |  |  |"
+    earlier = "| a decode step over all slots | H200 | 1.08 ms | 1.27 ms | 1.08 ms | 4.05 TB |"
+    assert earlier in tables["device_kernels"]
 
 
 def test_the_list_is_what_there_is(device):
