@@ -65,6 +65,7 @@ class Extent:
       limit: most live slots at any time while decoding, the newest token included; None: whatever
         `prompt + new` allows.
       longest: most prompt tokens of a row; None: `prompt`, where nothing has compressed yet.
+      later: slots of `prompt` that the longest prompt leaves free, for prompts that come later.
       pinned: most pinned slots, which stand outside the budget of every evictor.
       interval: M, decode steps after which something is done with the new tokens (`on_flush`, and
         the encoding of payloads); None: nothing is.
@@ -82,6 +83,7 @@ class Extent:
     new: int
     limit: int | None = None
     longest: int | None = None
+    later: int = 0
     pinned: int = 0
     interval: int | None = None
     passed: int | None = None
@@ -98,10 +100,22 @@ class Extent:
         """Most prompt tokens of a row, whatever has been compressed since."""
         return self.prompt if self.longest is None else self.longest
 
-    def keep(self, slots: int) -> Extent:
-        """At most `slots` remain of a prompt, and the pinned ones; all go to the next layer."""
-        kept = min(self.prompt, slots + self.pinned)
-        return dataclasses.replace(self, prompt=kept, longest=self.longest_prompt, passed=None)
+    @property
+    def kept(self) -> int:
+        """Most live slots when a prompt that comes alone is complete."""
+        return min(self.prompt - self.later, self.total)
+
+    def keep(self, slots: int, later: int = 0) -> Extent:
+        """At most `slots` remain of a prompt, and the pinned ones; all go to the next layer.
+
+        Args:
+          later: slots beside them for prompts that come later.
+        """
+        alone = min(self.prompt, slots + self.pinned)
+        kept = min(self.prompt, alone + later)
+        return dataclasses.replace(
+            self, prompt=kept, longest=self.longest_prompt, later=kept - alone, passed=None
+        )
 
     def every(self, steps: int) -> Extent:
         """Something is done with the new tokens every `steps` decode steps, or more often."""

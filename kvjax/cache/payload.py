@@ -1,11 +1,12 @@
 """Stores the keys and values of a cache.
 
-A payload holds the keys, or the values, of all slots in some form. It has five methods:
+A payload holds the keys, or the values, of all slots in some form. It has six methods:
 
 - `read` returns dense rows.
 - `write` stores new rows.
 - `flush` encodes new rows, every M steps.
 - `encode` brings all rows into the payload's form, at the end of a prompt.
+- `free_bytes` says how much of its memory holds no row.
 - `attention` computes the attention of a decode step over the form as it is.
 
 While a prompt is read, keys and values are `Dense`, whatever their form between prompts.
@@ -13,6 +14,7 @@ While a prompt is read, keys and values are `Dense`, whatever their form between
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -20,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.cache.nbytes import nbytes
 from kvjax.rope import Rope
 from pallas_kernels import Turn, decode_attention, gather_attention, segment_sum
 from pallas_kernels.attention.call import beside_sinks
@@ -81,6 +84,11 @@ def of_rows(rows: Bool[Array, "B *H"], new: T, old: T) -> T:  # noqa: UP037
         return jnp.where(rows.reshape(*rows.shape, *(1,) * (old.ndim - rows.ndim)), new, old)
 
     return jax.tree.map(choose, new, old)
+
+
+def free_bytes(arrays: object, taken: int, places: int) -> int:
+    """Returns the bytes of free places, of arrays that have as many bytes for each place."""
+    return round(nbytes(arrays) * (places - taken) / places) if places else 0
 
 
 class Seen(NamedTuple):
@@ -162,6 +170,14 @@ class Payload(Protocol):
         that were stored before the prompt and that it has not changed.
         """
 
+    def free_bytes(self, live: int) -> int:
+        """Returns the bytes of all places that hold no row, in slots and beside them.
+
+        Args:
+          live: number of slots that hold a token, of all (row, KV head) together. Where the
+            payload's arrays are shapes, nothing is beside the slots.
+        """
+
     def attention(
         self,
         values: Payload,
@@ -223,6 +239,10 @@ class Dense:
     def encode(self, values: Payload, k: Array, v: Array, slots: Slots) -> tuple[Dense, Dense]:
         """Returns the rows as they are."""
         return Dense(k), Dense(v)
+
+    def free_bytes(self, live: int) -> int:
+        """Returns the bytes of free slots, `live` of all slots being taken."""
+        return free_bytes(self, live, math.prod(self.shape[:3]))
 
     def attention(
         self,

@@ -13,7 +13,8 @@ from kvjax.cli.generate_command import on_step, print_rows
 from kvjax.cli.inputs import check_text
 from kvjax.cli.opened import OpenedModel, check_counts, check_sampling
 from kvjax.cli.saved import Room, Saved
-from kvjax.cli.terminal import Display, figures, print_dropped
+from kvjax.cli.sizes import kept_and_room
+from kvjax.cli.terminal import Display, figures, print_dropped, print_line
 from kvjax.generation.model import as_functional
 from kvjax.generation.prompt_checks import check_turn
 
@@ -53,9 +54,12 @@ def run(args: argparse.Namespace) -> None:
         max_new = args.max_new or _most(saved, room)
         _check_room(saved, room, questions, max_new)
         check_turn(as_functional(model), context, questions, max_new)
+        # Every question has a copy, in which the document stays as it is until its turn. Further
+        # copies take no part: with them, few numbers of rows are compiled for.
+        context = context.repeat(_rows(len(questions)))
+        occupancy = context.occupancy
         rows = [Row(opened.decode, question) for question in questions]
-        # Rows without a question take no part: with them, few numbers of rows are compiled for.
-        spare = [Row(opened.decode, ()) for _ in range(_rows(len(questions)) - len(questions))]
+        spare = [Row(opened.decode, ()) for _ in range(context.rows - len(questions))]
         result = write(
             model, [*questions, *[None] * len(spare)], [*rows, *spare],
             streaming=not args.json, context=context, donate=True,
@@ -72,11 +76,14 @@ def run(args: argparse.Namespace) -> None:
     )  # fmt: skip
     named = {name: getattr(saved, name) for name in ("document", "method", "budget")}
     record = {"model": opened.name, "folder": args.folder, **named, **figures(result)}
+    record |= occupancy.record
     print_rows(
         args.json, record, texts, rows, result, max_new,
         several=several or args.json, name="question",
     )  # fmt: skip
     if not args.json:
+        copies = f"{len(rows) + len(spare)} copies of " * several + "the document"
+        print_line(f"before the questions: {kept_and_room(occupancy, copies)}", "dim")
         print_dropped(saved.method, result.dropped)
 
 

@@ -15,6 +15,7 @@ from kvjax.cli.inputs import check_text, standard_input
 from kvjax.cli.lines import Interrupts, interrupts_counted, lines
 from kvjax.cli.opened import OpenedModel, check_counts, check_sampling
 from kvjax.cli.saved import Conversation, Room, Saved, absolute_model, check_out
+from kvjax.cli.sizes import Whole, kept_and_room
 from kvjax.cli.terminal import Display, print_line
 from kvjax.generation.context_files import check_saved, holds_context
 from kvjax.messages import did_you_mean, printable
@@ -123,6 +124,11 @@ class Chat:
                 opened.bind(transform)
                 self._model = opened.load(args)
                 self._transform = opened.with_profiles(transform, self._model)
+                whole = Whole.instead_of_context(
+                    self._model, self._transform, self._room.prompt, self._room.new
+                )
+                if whole is not None:
+                    display.line(whole.line(args.method))
                 self._state = Saved(
                     model=absolute_model(args.model), document=None, **candidate.named(),
                     raw=not self._dialogue.templated,
@@ -257,7 +263,8 @@ class Chat:
             return "the cache holds nothing yet"
         return (
             f"{int(context.length[0]):,} tokens; the cache takes {decimal(context.nbytes)}, "
-            f"{context.nbytes / context.full_nbytes:.1%} of a full one; {self._room_left()}"
+            f"{context.nbytes / context.full_nbytes:.1%} of a full one; "
+            f"{kept_and_room(context.occupancy, 'what was said')}; {self._room_left()}"
         )
 
     def _room_left(self) -> Room:

@@ -11,8 +11,15 @@ from rich.console import Console
 import kvjax
 from kvjax.checks import check_count, check_number
 from kvjax.cli import options
+from kvjax.cli.sizes import Whole
 from kvjax.cli.tables import Row, name_column, number_column, print_table
-from kvjax.generation.planning import Plan, abstract_mesh, bytes_on_device, plan
+from kvjax.generation.planning import (
+    Plan,
+    abstract_mesh,
+    bytes_on_device,
+    plan,
+    whole_plans,
+)
 from kvjax.messages import brief, did_you_mean
 
 GB = 10**9
@@ -73,14 +80,15 @@ def run(args: argparse.Namespace) -> None:
     mesh = abstract_mesh(args.mesh.items())
     model = abstract_decoder(config, dtype=args.dtype, mesh=mesh)
     looked_up = looked_up_bytes(model)
+    sizes = {"max_prompt": args.tokens, "max_new": args.new, "dtype": args.dtype, "mesh": mesh}
     plans = {
-        text: plan(
-            model, method, max_prompt=args.tokens, max_new=args.new, dtype=args.dtype, mesh=mesh,
-            looked_up=looked_up,
-        )
-        for text, method in methods.items()
-    }  # fmt: skip
+        text: plan(model, method, **sizes, looked_up=looked_up) for text, method in methods.items()
+    }
+    others = list(whole_plans(model, **sizes))
+    wholes = {text: Whole.instead_of(planned, others) for text, planned in plans.items()}
     record = _record(args, plans, config.max_positions)
+    for text, whole in wholes.items():
+        record["methods"][text]["whole"] = None if whole is None else whole._asdict()
     if args.json:
         print(json.dumps(record))
         return
@@ -138,6 +146,9 @@ def _record(args: argparse.Namespace, plans: dict[str, Plan], positions: int) ->
         methods[text] = {
             "request_bytes": round(planned.request.device),
             "request_host_bytes": round(planned.request.host),
+            "request_room_bytes": round(planned.request.room),
+            "kept_slots": planned.occupancy.kept_slots,
+            "room_slots": planned.occupancy.room_slots,
             "fixed_bytes": round(planned.fixed.device),
             "requests_that_fit": planned.fits(memory),
             "batches": batches,
@@ -174,13 +185,15 @@ def _show(console: Console, args: argparse.Namespace, record: dict[str, Any]) ->
         )  # fmt: skip
     hosted = any(method["request_host_bytes"] for method in record["methods"].values())
     headings = ["GB per request\nand device", *["and in host\nmemory"] * hosted]
-    headings += ["requests\nthat fit"]
+    headings += ["of it\nroom", "slots per head\nkept + room", "requests\nthat fit"]
     headings += [f"step of {requests}\nms (GB held)" for requests in args.batch]
     rows = []
     for text, method in record["methods"].items():
         row = [text, f"{method['request_bytes'] / GB:.3f}"]
         if hosted:
             row.append(f"{method['request_host_bytes'] / GB:.3f}")
+        row.append(f"{method['request_room_bytes'] / GB:.3f}")
+        row.append(f"{method['kept_slots']:,.0f} + {method['room_slots']:,.0f}")
         row.append(f"{method['requests_that_fit']:,}")
         for batch in method["batches"]:
             time = f"{batch['step_s'] * 1e3:.2f}" if batch["fits"] else "-"
@@ -190,6 +203,10 @@ def _show(console: Console, args: argparse.Namespace, record: dict[str, Any]) ->
     print_table(console, columns, rows, pad_edge=False)
     console.print(
         f"A step takes no less than its bytes at {args.bandwidth:g} GB/s: weights and caches read "
-        "once.\n- : does not fit. Activations and temporary memory are not counted.",
+        "once.\n- : does not fit. Room is for new tokens and later prompts. Activations and "
+        "temporary memory are not counted.",
         markup=False,
     )
+    for text, method in record["methods"].items():
+        if method["whole"] is not None:
+            console.print(Whole(**method["whole"]).line(text), markup=False)

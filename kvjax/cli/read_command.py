@@ -14,12 +14,14 @@ from kvjax.cli import options
 from kvjax.cli.inputs import check_text, read_text
 from kvjax.cli.opened import OpenedModel, check_counts
 from kvjax.cli.saved import Saved, absolute_model, check_out
+from kvjax.cli.sizes import Whole, kept_and_room
 from kvjax.cli.terminal import Display, print_dropped, print_line, share
 from kvjax.compose.walks import walk
 from kvjax.generation.context_files import check_saved
 from kvjax.generation.prompt_checks import check_prompts, longest_turn
 from kvjax.messages import brief
 from kvjax.protocol import Stage
+from kvjax.transforms.kvzip.room import with_room
 
 _MAX_QUESTIONS = 256  # tokens of a question, where the method has room for them
 
@@ -63,14 +65,20 @@ def run(args: argparse.Namespace) -> None:
         opened = OpenedModel(args.model, display)
         dialogue = opened.dialogue(args)
         document = dialogue.document(text)
-        layers = opened.bind(candidate.transform)
-        max_questions = _max_questions(args, layers)
+        max_questions = _max_questions(args, opened.bind(candidate.transform))
         room = max_questions + args.max_new
-        check_prompts(opened.config, [document], layers, room)
+        transform = with_room(candidate.transform, max_questions)
+        check_prompts(opened.config, [document], opened.bind(transform), room)
         model = opened.load(args)
+        sizes = {"max_prompt": len(document) + max_questions, "max_new": args.max_new}
+        transform = opened.calibrated(transform, model, document)
+        # Before the document is read, which may take minutes.
+        whole = Whole.instead_of_context(model, transform, **sizes)
+        if whole is not None and not args.json:
+            display.line(whole.line(args.method))
+        # A document is as long as it is: padding it would be room that nobody has asked for.
         context = kvjax.read(
-            model, [document], transform=opened.calibrated(candidate.transform, model, document),
-            max_prompt=len(document) + max_questions, max_new=args.max_new,
+            model, [document], transform=transform, **sizes, buckets=[len(document)],
             repetition=opened.repetition, on_compile=display.compiling,
             on_layer=display.reading(model.num_layers, len(document)),
         )  # fmt: skip
@@ -84,6 +92,7 @@ def run(args: argparse.Namespace) -> None:
         **about, "model": opened.name, "out": args.out, "prompt_tokens": len(document),
         "max_questions": max_questions, "max_new": args.max_new,
         "cache_bytes": context.nbytes, "full_cache_bytes": context.full_nbytes,
+        **context.occupancy.record, "whole": None if whole is None else whole._asdict(),
     }  # fmt: skip
     opened.print_double_start(dialogue, [document])
     if args.json:
@@ -93,6 +102,7 @@ def run(args: argparse.Namespace) -> None:
         f"{args.out}: {len(document):,} tokens with {args.method} in "
         f"{decimal(context.nbytes)}, {share(record)} of the full cache"
     )
+    print(f"{kept_and_room(context.occupancy, 'the document')}, for questions and answers")
     print(f"kvjax ask {args.out} QUESTION, or kvjax chat {args.out}, goes on from it")
     if _looks_at_the_end(candidate.transform):
         print_line(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attention.layer import Cache, layer_caches
+from kvjax.attention.occupancy import Occupancy, occupancy
 from kvjax.attention.parts import placed
 from kvjax.attention.rows import copied, take_rows
 from kvjax.cache.nbytes import nbytes
@@ -75,6 +76,11 @@ class Context:
     def nbytes(self) -> int:
         """Bytes of all caches."""
         return nbytes(self.caches)
+
+    @property
+    def occupancy(self) -> Occupancy:
+        """Slots and bytes of all caches that hold something, and those that are room for more."""
+        return occupancy(self.caches)
 
     @property
     def full_nbytes(self) -> int:

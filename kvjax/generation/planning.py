@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,11 +14,17 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from kvjax.attention.layer import Cache, LayerCache, layer_caches
+from kvjax.attention.occupancy import Occupancy, occupancy
 from kvjax.attention.parts import cache_specs, divided_among
+from kvjax.cache.nbytes import nbytes
 from kvjax.checks import check_count
 from kvjax.compose.bind import bind
 from kvjax.compose.by_head import ByHead
+from kvjax.compose.chain import parts_of
+from kvjax.compose.foreseen import frees_at_prompts_end, frees_while_decoding
+from kvjax.compose.ring import Ring
 from kvjax.compose.walks import MethodHeads, map_methods
+from kvjax.compose.wrappers import by_head_groups
 from kvjax.devices import DATA, check_mesh
 from kvjax.generation.calibration import WithCalibration
 from kvjax.generation.head_profiles import with_profiles_of_files
@@ -27,6 +33,7 @@ from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.prompt_pass import cache_shapes
 from kvjax.protocol import KVTransform, check_transform
 from kvjax.storage.offload.payload import Offloaded
+from kvjax.storage.quantize.transform import GROUP, Quantize
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
 
 _CHANNELS = 0.2  # share of channels of queries and of keys that `calibrate_infinigen` takes
@@ -39,11 +46,14 @@ class Bytes(NamedTuple):
       device: in the device's memory.
       host: in host memory (`Offload`).
       read: those of `device` that a decode step reads at least, when the caches are full.
+      room: those in either memory that hold nothing yet when a prompt of `max_prompt` tokens is
+        complete: slots for later prompts and new tokens, and for rows that wait to be encoded.
     """
 
     device: float
     host: float
     read: float
+    room: float
 
     def plus(self, other: Bytes, times: float = 1) -> Bytes:
         """Returns the sum of these bytes and `times` the others."""
@@ -60,21 +70,26 @@ class Plan:
 
     Args:
       transform: how caches are compressed.
+      layers: the transform bound to each layer.
       devices: number of devices in the mesh.
       data: size of the axis that divides the rows.
       weights: bytes of weights.
       weights_read: bytes of the weights that a decode step reads.
       fixed: bytes of caches that do not depend on the number of requests.
       request: bytes of one request's caches, on each device that has them.
+      occupancy: slots of the caches of `data` requests, on all devices together, when each has read
+        a prompt of `max_prompt` tokens; with bounds on what is kept.
     """
 
     transform: KVTransform
+    layers: tuple[KVTransform, ...]
     devices: int
     data: int
     weights: int
     weights_read: int
     fixed: Bytes
     request: Bytes
+    occupancy: Occupancy
 
     def caches(self, requests: int) -> Bytes:
         """Returns the bytes that the caches of `requests` requests take on a device."""
@@ -96,9 +111,45 @@ class Plan:
         """
         return self.weights_read + round(self.caches(requests).read)
 
+    def whole(self, others: Iterable[Plan]) -> Plan | None:
+        """Returns the first of other plans that takes no more memory and keeps every token.
+
+        Args:
+          others: `whole_plans` for the same model, sizes and devices.
+
+        Returns:
+          None if there is none, or if this transform keeps every token itself.
+
+        Example:
+          >>> import kvjax
+          >>> from kvjax.generation.planning import plan, whole_plans
+          >>> from kvjax.models import DecoderConfig, RopeConfig, abstract_decoder
+          >>> model = abstract_decoder(DecoderConfig(
+          ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
+          ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=512))
+          >>> sizes = {"max_prompt": 256, "max_new": 64, "dtype": "float32"}
+          >>> [plan(model, kvjax.KVzip(0.1, room=room), **sizes).whole(whole_plans(model, **sizes))
+          ...  is None for room in (256, 16)]
+          [False, True]
+        """
+        if not any(map(_loses_tokens, set(self.layers))):
+            return None
+        most = self.caches(1).device
+        return next((other for other in others if other.caches(1).device <= most), None)
+
     def _rows(self, requests: int) -> int:
         """Returns the number of rows on a device."""
         return requests // self.data if requests % self.data == 0 else requests
+
+
+def _loses_tokens(layer: KVTransform) -> bool:
+    """Tells whether a layer's transform evicts or merges tokens that a query could still see."""
+    return any(
+        frees_at_prompts_end(part) or frees_while_decoding(part)
+        for group in by_head_groups(layer)
+        for part in parts_of(group)
+        if not isinstance(part, Ring)
+    )
 
 
 def plan(
@@ -153,40 +204,54 @@ def plan(
     dtype = jnp.bfloat16 if dtype is None else dtype
     data = 1 if mesh is None else mesh.shape.get(DATA, 1)
 
-    def cache_bytes(rows: int) -> Bytes:
+    def cache_bytes(rows: int) -> tuple[Bytes, Occupancy]:
         tokens = max_prompt + max_new
         size = CacheSize.of(functional, rows, max_prompt, max_new, dtype, tokens)
         # Shapes are those of all devices together; `_cache_bytes` divides them.
-        return _cache_bytes(functional, layers, size._replace(mesh=None), mesh)
+        caches = cache_shapes(functional, layers, size._replace(mesh=None))
+        return _cache_bytes(caches, functional.kv_heads, mesh), occupancy(caches)
 
     # With one and with two rows on each device: the difference is one request.
-    one_row, two_rows = cache_bytes(data), cache_bytes(2 * data)
+    (one_row, occupied), (two_rows, _) = cache_bytes(data), cache_bytes(2 * data)
     request = two_rows.plus(one_row, -1)
     weights = sum(bytes_on_device(x) for x in jax.tree.leaves(functional.params))
     return Plan(
         transform=transform,
+        layers=layers,
         devices=1 if mesh is None else mesh.size,
         data=data,
         weights=weights,
         weights_read=weights - looked_up,
         fixed=one_row.plus(request, -1),
         request=request,
+        occupancy=occupied,
     )
 
 
+def whole_plans(model: LanguageModel | FunctionalModel, **sizes: Any) -> Iterator[Plan]:
+    """Yields plans of stored forms that keep every token, the most faithful form first.
+
+    They are those of `Quantize` in 8 bits and, if groups of 4 bits divide the model's channels, in
+    4 bits.
+
+    Args:
+      sizes: all other arguments of `plan`.
+    """
+    yield plan(model, Quantize(), **sizes)
+    if as_functional(model).head_dim % GROUP == 0:
+        yield plan(model, Quantize(bits=4), **sizes)
+
+
 def _cache_bytes(
-    model: FunctionalModel,
-    layers: tuple[KVTransform, ...],
-    size: CacheSize,
-    mesh: Mesh | AbstractMesh | None,
+    caches: tuple[Cache, ...], kv_heads: int, mesh: Mesh | AbstractMesh | None
 ) -> Bytes:
-    """Returns the bytes of all layers' caches on one device."""
-    total = Bytes(0, 0, 0)
+    """Returns the bytes of all layers' caches on one device; `caches` are their shapes."""
+    total = Bytes(0, 0, 0, 0)
     known: dict[int, tuple[Cache, Bytes]] = {}  # by the cache's id; the cache keeps that id alive
-    for cache in cache_shapes(model, layers, size):
+    for cache in caches:
         # Layers that are alike share one value.
         if id(cache) not in known:
-            on_mesh = divided_among(cache, mesh, size.kv_heads)
+            on_mesh = divided_among(cache, mesh, kv_heads)
             known[id(cache)] = cache, _layer_bytes(on_mesh)
         total = total.plus(known[id(cache)][1])
     return total
@@ -217,13 +282,16 @@ def _part_bytes(cache: LayerCache) -> Bytes:
         if isinstance(payload, Offloaded)
     )
     device = on_device(cache, specs) - host
+    # Everything that is stored for a slot is divided as positions are.
+    divided = on_device(kv.position, specs.kv.position) / nbytes(kv.position)
+    room = divided * occupancy(cache).room_bytes
     if kv.lists is None:
-        return Bytes(device, host, read=device)
+        return Bytes(device, host, device, room)
     # A step reads only the slots of its lists. Rows from host memory come to the device as state.
     stored = 0 if host else sum(on_device(payload, spec) for payload, spec in payloads)
     lists, length = kv.lists
     selected = min(lists * length / (kv.shape[1] * kv.shape[2]), 1.0)
-    return Bytes(device, host, read=device - stored * (1 - selected))
+    return Bytes(device, host, device - stored * (1 - selected), room)
 
 
 def bytes_on_device(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.payload import Moves, take_slots, write_slots
+from kvjax.cache.payload import Moves, free_bytes, take_slots, write_slots
 from kvjax.devices import all_heads
 
 
@@ -88,6 +89,13 @@ class Recent:
             slots=jnp.where(new_slots >= 0, new_slots, earlier_slots),
             count=self.count + stored.sum(2, dtype=jnp.int32),
         )
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the places that hold no row of a slot; of all places where arrays are shapes."""
+        is_shape = isinstance(self.slots, jax.ShapeDtypeStruct)
+        taken = 0 if is_shape else int(self.there.sum())
+        return free_bytes((self.rows, self.slots), taken, math.prod(self.slots.shape))
 
     def places(self, index: Int[Array, "B K N"]) -> Int[Array, "B K N"]:
         """Returns the place of each slot of `index`; -1 where its row is not recent."""

@@ -55,6 +55,15 @@ def test_each_turn_goes_on_from_what_was_said(chat, tinystories):
     assert out == "".join(f"{x}\n" for x in (first, held, second, third, empty, first))
     assert err == CUT * 4 and "100.0% of a full one" in held
     assert held.endswith("room for 250 more tokens and 244 of answers")
+    assert " for what was said (18 slots per head) and " in held
+
+
+def test_a_form_that_takes_no_more_and_loses_nothing_is_named(chat):
+    options = ("--method", "kvzip", "--budget", "0.5")
+    assert (
+        "kvzip takes no less than quantize, which keeps every token in " in chat(options=options)[1]
+    )
+    assert "no less" not in chat(options=("--method", "h2o", "--budget", "16"))[1]
 
 
 def test_commands_of_the_conversation(chat):

@@ -6,6 +6,7 @@ import json
 
 import jax
 import pytest
+from rich.filesize import decimal
 
 import kvjax
 from kvjax.cli.main import main
@@ -60,6 +61,9 @@ def test_questions_are_answered_as_after_the_document(capsys, read, tinystories,
     out, err = capsys.readouterr()
     assert out.strip() and asked["results"][1]["text"].startswith(out[:-1])
     assert " + 5 tokens" in err
+    assert f"before the questions: {decimal(record['kept_bytes'])} for the document (" in err
+    sums = [asked[name] for name in ("kept_bytes", "room_bytes")]
+    assert sum(sums) == asked["cache_bytes"] and asked["kept_slots"] == len(tokens)
     assert before == {path: path.read_bytes() for path in before}, "the folder is untouched"
 
     said = error(capsys, "ask", tmp_path / "out", "Who?", "word " * 60)
@@ -107,9 +111,11 @@ def test_what_is_kept_is_told(capsys, document, tinystories, tmp_path):
     said = output(capsys, *args, "--method", "streaming_llm", "--budget", "16")
     tokens = len(load_tokenizer(tinystories)(TEXT).input_ids)
     assert said.startswith(f"{tmp_path / 'out'}: {tokens} tokens with streaming_llm in ")
-    first, second = said.splitlines()
+    first, second, third = said.splitlines()
     assert first.endswith("% of the full cache")
-    assert second.endswith(f"or kvjax chat {tmp_path / 'out'}, goes on from it")
+    assert " for the document (16 slots per head) and " in second
+    assert second.endswith(" of room (1 slots), for questions and answers")
+    assert third.endswith(f"or kvjax chat {tmp_path / 'out'}, goes on from it")
 
 
 def test_questions_have_the_room_of_the_method(capsys, document, tinystories, tmp_path):
@@ -126,15 +132,39 @@ def test_questions_have_the_room_of_the_method(capsys, document, tinystories, tm
     out, err = capsys.readouterr()
     assert json.loads(out)["max_questions"] == 24
     assert "a question may have 24 tokens, which KVzip(" in err
-    asked = json.loads(output(capsys, "ask", tmp_path / "out", "word " * 20, "--json"))
+    asked = json.loads(output(capsys, "ask", tmp_path / "out", "word " * 10, "--json"))
     (answer,) = asked["results"]
     assert 16 < answer["prompt_tokens"] <= 24
-    assert (
-        json.loads(output(capsys, *args, *method, "--max-questions", "9", "--json"))[
-            "max_questions"
-        ]
-        == 9
-    )
+    record = json.loads(output(capsys, *args, *method, "--max-questions", "9", "--json"))
+    assert record["max_questions"] == 9
+
+
+def test_room_is_no_more_than_was_asked_for(read, tmp_path):
+    """A method with room for 256 tokens of questions gets what may be asked, and no padding."""
+    sizes = "--max-questions", "64", "--max-new", "8"
+    record = read("--method", "kvzip", "--budget", "20", *sizes)
+    assert (record["kept_slots"], record["room_slots"]) == (20, 64 + 8)
+    assert record["kept_bytes"] + record["room_bytes"] == record["cache_bytes"]
+    assert context_about(tmp_path / "out")["method"] == "kvzip"
+    record = read(*sizes, "--method", "kvzip(room=16)", "--budget", "20")
+    assert record["room_slots"] == 16 + 8
+    record = read("--max-questions", "3", "--max-new", "8")
+    assert (record["kept_slots"], record["room_slots"]) == (record["prompt_tokens"], 3 + 8)
+
+
+def test_a_form_that_takes_no_more_and_loses_nothing_is_named(capsys, read, document, tinystories):
+    """As of a text so short that a share of it and the room are nearly all of it."""
+    record = read("--method", "kvzip", "--budget", "0.5")
+    whole = record["whole"]
+    assert whole["method"] == "quantize" and whole["cache_bytes"] < record["cache_bytes"]
+    assert read("--method", "quantize")["cache_bytes"] == whole["cache_bytes"]
+    assert read("--method", "quantize(bits=4)")["whole"] is None
+    assert read("--method", "h2o", "--budget", "16")["whole"] is None
+    args = ["read", document, "--out", document.parent / "out", "--model", tinystories]
+    assert main([str(arg) for arg in (*args, "--method", "kvzip", "--budget", "0.5")]) == 0
+    err = capsys.readouterr().err
+    assert "kvzip takes no less than quantize, which keeps every token in " in err
+    assert err.count("\n") == 1
 
 
 def test_an_earlier_context_is_replaced(read, tmp_path):

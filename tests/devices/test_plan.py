@@ -54,7 +54,7 @@ def test_a_plan_counts_what_a_context_holds(method):
     held = kvjax.evaluation.memory_bytes(context.caches)
     caches = planned.caches(len(ROWS))
     assert caches.device == held["device"] and caches.host == held.get("pinned_host", 0)
-    assert 0 < caches.read <= caches.device
+    assert 0 < caches.read <= caches.device and 0 < caches.room < caches.device + caches.host
 
 
 def test_a_budget_by_head(tmp_path):
@@ -152,6 +152,27 @@ def test_the_command(capsys):
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert "64 x 80 GB (data 8, tensor 8)" in " ".join(shown.split()) and "snapkv" in shown
+
+
+def test_what_is_kept_and_what_is_room(capsys):
+    """Room is a part of a request's bytes, and a form that keeps all and takes no more is named."""
+    words = ["plan", "--model", "smollm2-135m", "--tokens", "1000", "--new", "100"]
+    words += ["--method", "full,kvzip,h2o,chain(kvzip, quantize)"]
+    assert main([*words, "--json"]) == 0
+    full, kvzip, h2o, chain = json.loads(capsys.readouterr().out)["methods"].values()
+    assert (full["kept_slots"], full["room_slots"]) == (1000, 100)
+    assert (kvzip["kept_slots"], kvzip["room_slots"]) == (100, 256 + 100)
+    assert (h2o["kept_slots"], h2o["room_slots"]) == (100, 1)
+    assert 0.7 < kvzip["request_room_bytes"] / kvzip["request_bytes"] < 0.8
+    assert full["whole"] is h2o["whole"] is chain["whole"] is None
+    assert kvzip["whole"] is None
+    words[4] = "300"
+    assert main([*words, "--json"]) == 0
+    full, kvzip, *_ = json.loads(capsys.readouterr().out)["methods"].values()
+    assert kvzip["whole"]["method"] == "quantize"
+    assert main(words) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "30 + 356" in said and "kvzip takes no less than quantize, which keeps every" in said
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from kvjax.cache.payload import Moves, Slots, of_rows, take_slots, write_slots
+from kvjax.cache.payload import Moves, Slots, free_bytes, of_rows, take_slots, write_slots
 from kvjax.devices import all_heads, own_heads
 from kvjax.storage.encoded_attention import EncodedPayload
 from pallas_kernels import codebook_logits, codebook_mix, greedy_cover, nearest_entries
@@ -156,6 +157,20 @@ class CodebookPayload(EncodedPayload):
         kept = (payload._unchanged(x, slots) for payload, x in zip(payloads, rows, strict=True))
         new = make_books(payloads, rows, slots.position, live, tuple(kept))
         return of_rows(slots.rows, new, payloads)
+
+    def free_bytes(self, live: int) -> int:
+        """Returns the bytes of free slots, of unused entries, and of places of new vectors.
+
+        Where arrays are shapes, all entries are in use.
+        """
+        index = self.index.shape
+        slots = free_bytes((self.index, self.magnitude), live, math.prod(index))
+        batch, new = index[0], self.entries.shape[2] - self.book.entries
+        taken = batch * self.book.entries
+        if not isinstance(self.count, jax.ShapeDtypeStruct):
+            waiting = new // self.book.interval * int(self.waiting.sum())
+            taken = int(self.count.sum()) + waiting
+        return slots + free_bytes(self.entries, taken, math.prod(self.entries.shape[:3]))
 
     def _entries_of(self, slots: Int[Array, "B H S"]) -> Int[Array, "B H S"]:
         """Returns the entries of slots (-1: none); -1 where a vector is not encoded yet."""

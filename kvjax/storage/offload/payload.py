@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -12,7 +13,7 @@ from jax.custom_batching import custom_vmap
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.payload import Dense, Moves, Payload, Seen, Slots
+from kvjax.cache.payload import Dense, Moves, Payload, Seen, Slots, free_bytes
 from kvjax.storage.recent import Recent
 from pallas_kernels import host_rows
 
@@ -123,6 +124,11 @@ class Offloaded:
     ) -> tuple[Offloaded, Offloaded]:
         """Writes all rows to host memory; rows without a prompt keep their recent rows."""
         return self._filled(k, slots.rows), values._filled(v, slots.rows)
+
+    def free_bytes(self, live: int) -> int:
+        """Returns the bytes of free slots, of the rows of no slot, and of free recent places."""
+        places = math.prod(self.store.shape[:3])
+        return free_bytes(self.store, live, places) + self.recent.free_bytes
 
     def _filled(self, rows: Float[Array, "B H S D"], cleared: Bool[Array, " B"]) -> Offloaded:
         """Replaces the rows in host memory; `cleared` rows of the batch lose their recent ones."""

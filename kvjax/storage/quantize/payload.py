@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.payload import Moves, Slots, of_rows, take_slots, write_slots
+from kvjax.cache.payload import Moves, Slots, free_bytes, of_rows, take_slots, write_slots
 from kvjax.storage.encoded_attention import EncodedPayload
 from kvjax.storage.quantize.channels import Channels
 from kvjax.storage.recent import Recent
@@ -200,6 +201,12 @@ class Quantized(EncodedPayload):
     ) -> tuple[Quantized, Quantized]:
         """Encodes keys and values in the forms of this payload and of `values`, in `slots.rows`."""
         return self._encode_all(k, slots), values._encode_all(v, slots)
+
+    def free_bytes(self, live: int) -> int:
+        """Returns the bytes of free slots, those that fill the last group too, and waiting rows."""
+        slots = math.prod(self.encoded.values.shape[:3])
+        waiting = 0 if self.recent is None else self.recent.free_bytes
+        return free_bytes(self.encoded, live, slots) + waiting
 
     def _encode_all(self, rows: Float[Array, "B H S D"], slots: Slots) -> Quantized:
         """Encodes all rows at a prompt's end; rows that were encoded before stay as they are."""

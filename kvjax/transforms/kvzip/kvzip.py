@@ -149,7 +149,7 @@ class KVzip(PromptBudget):
     def extent(self, extent: Extent) -> Extent:
         """Bounds documents to the budget; questions have `room`, and new tokens come on top."""
         documents = most_slots(self.budget, extent.longest_prompt, self.minimum)
-        return extent.keep(documents + self.room)
+        return extent.keep(documents, later=self.room)
 
     @property
     def longest_turn(self) -> int:
