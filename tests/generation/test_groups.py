@@ -49,7 +49,7 @@ def shapes(monkeypatch):
     found, read_layer = [], prompt_pass._read_layer
 
     class Watched:
-        lower = read_layer.lower
+        lower, trace = read_layer.lower, read_layer.trace
 
         def __call__(self, *args):
             found.append(args[6].shape[:2])
