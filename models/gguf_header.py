@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import math
 import mmap
@@ -39,6 +40,8 @@ class GgufHeader:
       offsets: name → where in the file the tensor's bytes begin. All bytes are within the file, and
         no tensors overlap.
       digest: SHA-256 of the header's bytes.
+      size: number of the header's bytes.
+      file_size: number of the file's bytes.
     """
 
     path: Path
@@ -46,6 +49,11 @@ class GgufHeader:
     tensors: Mapping[str, StoredTensor]
     offsets: Mapping[str, int] = field(repr=False)
     digest: str
+    size: int
+    file_size: int
+
+
+_last: collections.deque[GgufHeader] = collections.deque(maxlen=1)
 
 
 def gguf_library() -> Any:
@@ -61,7 +69,8 @@ def read_header(path: Path) -> GgufHeader:
     """Reads the header of the GGUF file `path`, without its tensors.
 
     Counts and lengths in a header are not trusted: no object is made for them that is larger than
-    the file.
+    the file. The header that was read last is kept, and returned if it is asked for again and the
+    file still has its bytes: a vocabulary takes far longer to read than to compare.
 
     Raises:
       ValueError: `gguf` is not installed; the file cannot be read or is no GGUF file, is in another
@@ -71,12 +80,21 @@ def read_header(path: Path) -> GgufHeader:
     check_regular(path)
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _read(path, data)
+            header = next((x for x in _last if _is_of(x, path, data)), None)
+            if header is None:
+                _last.append(header := _read(path, data))
+            return header
     except OSError as error:
         reason = error.strerror or str(error)
         raise ValueError(f"cannot read {path}: {reason}") from error
     except (ValueError, struct.error) as error:
         raise ValueError(f"{path}: {one_line(error)}") from error
+
+
+def _is_of(header: GgufHeader, path: Path, data: mmap.mmap) -> bool:
+    """Returns whether reading a file's data would give this header."""
+    same_file = header.path == path and header.file_size == len(data)
+    return same_file and _digest(data, header.size) == header.digest
 
 
 class _Reader:
@@ -164,8 +182,13 @@ def _read(path: Path, data: mmap.mmap) -> GgufHeader:
             raise ValueError(f"tensor {name} is there twice")
         tensors[name] = tensor
         places.append((offset, size, name))
-    digest = hashlib.sha256(data[: reader.position]).hexdigest()
-    return GgufHeader(path, metadata, tensors, _offsets(reader, metadata, places), digest)
+    size = reader.position
+    offsets = _offsets(reader, metadata, places)
+    return GgufHeader(path, metadata, tensors, offsets, _digest(data, size), size, len(data))
+
+
+def _digest(data: mmap.mmap, size: int) -> str:
+    return hashlib.sha256(data[:size]).hexdigest()
 
 
 def _tensor(reader: _Reader, path: Path) -> tuple[str, StoredTensor, int, int]:

@@ -41,7 +41,7 @@ from kvjax.transforms.random import GENERATOR
 
 # A folder with another number is refused. Format 3 has descriptions of model and tokenizer, the
 # tokens that rows have seen, and channels of keys that `quantize` sets off.
-FORMAT = 3
+FORMAT = 4
 _CALIBRATIONS = InfiniGenCalibration | OutlierHeads | HeadProfile
 _ABOUT, _ARRAYS = "about", "arrays"  # items of a checkpoint
 _UNFINISHED = ".orbax-checkpoint-tmp"  # Orbax adds it to the name of an incomplete folder

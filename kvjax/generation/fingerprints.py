@@ -318,9 +318,11 @@ def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
     Args:
       tokenizer: of `transformers`, or any with `get_vocab`.
     """
-    description: dict[str, Any] = {"vocabulary": checksum(tokenizer.get_vocab())}
+    description: dict[str, Any] = {}
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
+    if backend is None:
+        description["vocabulary"] = checksum(tokenizer.get_vocab())
+    else:
         # Truncation and padding are options of each call, and the decoder changes no id.
         parts = json.loads(backend.to_str())
         names = ("model", "normalizer", "pre_tokenizer", "post_processor", "added_tokens")
@@ -336,7 +338,7 @@ def _shortened(value: Any) -> Any:
     """Drops entries that are None, and puts checksums in place of long ones."""
     if isinstance(value, Mapping) and len(value) <= _ENTRIES:
         return {name: _shortened(x) for name, x in value.items() if x is not None}
-    text = json.dumps(value, sort_keys=True)
+    text = json.dumps(value)  # vocabularies come in the order of their ids
     return value if len(text) <= _LONG else checksum(text.encode())
 
 

@@ -310,7 +310,7 @@ ADDED = {"id": 4, "content": "<x>", "single_word": False, "lstrip": False, "rstr
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("vocabulary", {"model": {**LETTERS, "vocab": {"b": 0, "a": 1, "ab": 2, "aa": 3}}}),
+        ("model.vocab", {"model": {**LETTERS, "vocab": {"b": 0, "a": 1, "ab": 2, "aa": 3}}}),
         ("model.merges", {"model": {**LETTERS, "merges": ["a a", "a b"]}}),
         ("normalizer", {"normalizer": {"type": "Lowercase"}}),
         ("pre_tokenizer", {"pre_tokenizer": {"type": "Digits", "individual_digits": True}}),

@@ -38,6 +38,21 @@ def sound(tmp_path_factory):
     return path.read_bytes(), min(read_header(path).offsets.values())
 
 
+def test_a_header_is_read_again_when_it_has_changed(sound, tmp_path):
+    data, end = sound
+    path = tmp_path / "model.gguf"
+    path.write_bytes(data)
+    header = read_header(path)
+    assert read_header(path) is header
+    path.write_bytes(data[:end] + bytes(len(data) - end))
+    assert read_header(path) is header, "tensors are no part of it"
+    path.write_bytes(data.replace(b"token7", b"taken7"))
+    assert "taken7" in read_header(path).metadata["tokenizer.ggml.tokens"]
+    path.write_bytes(data[:-8])
+    with pytest.raises(ValueError, match="but the file has"):
+        read_header(path)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_changed_bytes_are_read_or_refused(sound, tmp_path, seed):
     """A tokenizer and a model, or one line: no other exception, and no memory for a claim.
