@@ -90,6 +90,21 @@ def size(entry: Entry) -> str:
     return f"{entry.options['tokens']:,} x {entry.options['rows']}"
 
 
+def rates(known: Known) -> str:
+    """The best rates of each device."""
+    some = known.of("rates")
+
+    def both(result: Row) -> str:
+        bandwidth, products = result["bandwidth"] / 1e12, result["products"] / 1e12
+        return f"{bandwidth:.2f} TB, {products:.0f} · 10¹² operations of products"
+
+    lines = [
+        [short(device), known.cell(device, entry, both)]
+        for device in known.devices(some) for entry in some
+    ]  # fmt: skip
+    return table(["device", "per second"], lines)
+
+
 # --- whole models ---------------------------------------------------------------------------------
 
 
@@ -304,6 +319,7 @@ def tiles(known: Known) -> str:
 # --- pages ----------------------------------------------------------------------------------------
 
 TABLES: dict[str, tuple[str, Callable[[Known], str]]] = {
+    "device_rates": ("Best rates of the device.", rates),
     "device_steps": (
         "Decode steps of Llama-3.1-8B's shape, random weights, bfloat16: milliseconds, tokens per "
         "second, weights and caches on the device. Attention alone is that of 32 layers.", steps,

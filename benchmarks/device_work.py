@@ -24,7 +24,7 @@ import device_models as models
 import jax
 from device_models import LeftOut
 from kernel_shapes import LLAMA, SMALL, Shape
-from kernels import implementations, rows_of
+from kernels import implementations, rows_of, said
 
 import kvjax
 from kvjax.cli import compilation_cache
@@ -153,6 +153,7 @@ def outcome(kind: str, options: dict[str, Any], tiny: bool) -> tuple[str, dict[s
         return "done", {"result": WORK[kind](**options, tiny=tiny)}
     except LeftOut as left_out:
         return "left out", {"reason": str(left_out)}
-    except Exception:
-        lines = traceback.format_exc().strip().splitlines()
-        return "failed", {"reason": "\n".join(lines[-LAST_LINES:])}
+    except Exception as error:
+        # JAX ends a traceback with words of its own, so what the error says comes once more.
+        lines = traceback.format_exc().strip().splitlines()[-LAST_LINES:]
+        return "failed", {"reason": "\n".join([*lines, " ".join(said(error).split())])}
