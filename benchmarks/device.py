@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None, serve: Serve | None = None) -> 
         if args.only is None or any(text in f"{entry.kind} {entry.name}" for text in args.only)
     ]  # fmt: skip
     if not chosen:
-        parser.error(f"no entry has {' or '.join(args.only)} in its name or kind")
+        parser.error(f"no entry has {' or '.join(args.only or [])} in its name or kind")
     try:
         with Worker(serve or _serve, args.tiny) as worker:
             about = worker.about()

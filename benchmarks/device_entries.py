@@ -120,12 +120,12 @@ def answers(variable: str, tokens: int, cases: int) -> Entry:
 def _tiny() -> Iterator[Entry]:
     yield Entry("rates of the device", "rates", {})
     yield kernels(256, 2, "dense")
-    for method in (METHODS[0], METHODS[2], METHODS[7]):
+    for method in (METHODS[2], METHODS[7]):
         yield on_shape("steps", method, 512, 2)
     yield on_shape("first token", METHODS[1], 512, 1)
     yield test_file("tests/storage/test_many_turns.py")
-    yield Entry("the bundled model: snapkv", "model",
-                {"variable": "", "method": "snapkv(budget=0.1)", "tokens": 256})  # fmt: skip
+    options = {"variable": "", "method": METHODS[2], "tokens": 256}
+    yield Entry(f"the bundled model: {METHODS[2]}", "model", options)
     yield kernels(256, 2, "8 bits")
     yield Entry("tiles of decode_attention", "tiles", {"operation": "decode_attention"})
     yield answers("", 256, 1)

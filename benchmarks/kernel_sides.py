@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -140,12 +140,14 @@ def others(shape: Shape, x: Inputs, names: Names) -> Iterator[Side]:
     """The same, and by `jax.nn`, without bias and positions: by XLA, and by cuDNN."""
     yield from dense(shape, x, names)
     size = x.k.nbytes + x.v.nbytes + 2 * x.q.nbytes
-    ways = {"jax.nn": "xla"} | ({"cudnn": "cudnn"} if shape.dtype == "bfloat16" else {})
+    ways: dict[str, Literal["xla", "cudnn"]] = {"jax.nn": "xla"}
+    if shape.dtype == "bfloat16":
+        ways["cudnn"] = "cudnn"
     for name, way in ways.items():
         yield Side("decode_attention", name, size, functools.partial(by_jax, x, way))
 
 
-def by_jax(x: Inputs, way: str, calls: int) -> Run:
+def by_jax(x: Inputs, way: Literal["xla", "cudnn"], calls: int) -> Run:
     """`jax.nn.dot_product_attention`, over keys and values as it takes them, `[B, S, H, D]`."""
 
     def call(q, k, v):
