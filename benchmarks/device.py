@@ -115,6 +115,11 @@ def show(chosen: Sequence[Entry], tried: dict[str, Row]) -> None:
     print(", ".join(f"{count} {state}" for state, count in counts.items()))
 
 
+def limit_of(tiny: bool) -> float:
+    """Seconds of an entry; tiny ones are run where many may compile at the same time."""
+    return 5 * LIMIT if tiny else LIMIT
+
+
 class Run:
     """One run: where it writes, and until when."""
 
@@ -243,7 +248,7 @@ class Worker:
     def measure(self, entry: Entry, seconds: float) -> tuple[str, Row]:
         """The state of an entry, and its result or the reason why there is none."""
         self._start()
-        limit = min(LIMIT + WEIGHTS * self._is_new, seconds)
+        limit = min(limit_of(self._tiny) + WEIGHTS * self._is_new, seconds)
         self._is_new = False
         try:
             self._pipe.send((entry.kind, entry.options))
@@ -297,7 +302,7 @@ def run_tests(some: Sequence[Entry], run: Run) -> None:
 
 def test_file(entry: Entry, run: Run, stop: threading.Event) -> tuple[str | None, Row, list[Row]]:
     """The state of a file of tests, what is recorded of it, and its failures; None: stopped."""
-    limit = min(LIMIT, run.left())
+    limit = min(limit_of(run.tiny), run.left())
     before = run.tried.get(entry.name, {}).get("passed_tests", [])
     with tempfile.TemporaryDirectory() as folder:
         outcomes, passed_before = Path(folder, "outcomes.jsonl"), Path(folder, "passed.json")
