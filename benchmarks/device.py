@@ -155,6 +155,9 @@ class Run:
 
     def note_failures(self, entry: Entry, failures: Sequence[Row]) -> None:
         """Appends the whole output of tests that failed."""
+        if not failures:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
         with self._lock, (self.folder / "failures.txt").open("a", encoding="utf-8") as file:
             for failure in failures:
                 title = f"{failure['test']}, {self.about['device']}, kvjax {self.about['kvjax']}"

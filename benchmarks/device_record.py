@@ -39,7 +39,6 @@ class Record:
 
     def __init__(self, folder: Path) -> None:
         self.path, self._lock = folder / "records.jsonl", threading.Lock()
-        folder.mkdir(parents=True, exist_ok=True)
         self.rows = read_rows(folder)
         if self.path.exists():  # a line that a kill cut short goes
             content = self.path.read_bytes()
@@ -47,6 +46,7 @@ class Record:
 
     def add(self, **row: Any) -> None:
         """Writes a row at once; it is a whole line, or none is there."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._lock, self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
             file.flush()
