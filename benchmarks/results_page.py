@@ -52,10 +52,10 @@ SITUATIONS = {
         '--method "chain(quantize, clusterkv)" --budget 0.2', ("chain(quantize, clusterkv)", 0.2),
         "{found} with {share} of the bytes",
     ),
-    "The same, of a document that is read once, and less of it may be kept.": (
+    "Single facts are asked of a document that is read once, and little of it may be kept.": (
         '--method "by_head(kvzip(fit=True))" --budget 0.05',
         ("by_head(kvzip(budget=0.05, room=64, fit=True), profile='heads.safetensors')", None),
-        "{found} with {share} of the bytes, in bfloat16",
+        "{found} with {share} of the bytes, in bfloat16; answers about prose lose far more",
     ),
     "The same, and the host has memory.": (
         '--method "chain(clusterkv, offload)" --budget 0.1', ("clusterkv", 0.1),
@@ -206,7 +206,8 @@ def first(results: Sequence[Results]) -> str:
             *(answered(candidate, place) for place in ("inside", "after")),
         ])  # fmt: skip
     headings = [
-        "", "cache", "a step", "a step after 7,900 tokens", "found, question inside", "after",
+        "", "cache", "a step", "a step after 7,900 tokens", "needles found, question inside",
+        "after",
     ]  # fmt: skip
     return markdown(headings, lines)
 
@@ -222,7 +223,7 @@ def situations(results: Sequence[Results]) -> str:
         figures = " / ".join(each) + " %"
         told = said.format(found=figures, share=f"{share(rows)} %")
         lines.append([situation, f"`{arguments}`", told])
-    headings = ["situation", "`kvjax generate` with", "SmolLM2 finds, question inside / after"]
+    headings = ["situation", "`kvjax generate` with", "SmolLM2's needles, question inside / after"]
     return markdown(headings, lines)
 
 
@@ -311,6 +312,27 @@ def kvzip_times(rows: Sequence[dict[str, Any]]) -> str:
     return markdown(["methods", *columns], lines)
 
 
+def newcomer(rows: Sequence[dict[str, Any]]) -> str:
+    """Bytes, right answers and processor seconds of `newcomer.py`."""
+    lines = []
+    for row in rows:
+        read = row["read"]
+        budget = "" if read["budget"] is None else f" {read['budget']:g}"
+        lines.append([
+            f"`{row['method']}`{budget}",
+            *(f"{read[name] / 1e6:.1f} MB" for name in ("cache_bytes", "kept_bytes", "room_bytes")),
+            f"{100 * read['cache_bytes'] / read['full_cache_bytes']:.0f}",
+            f"{read['kept_slots']:,.0f} + {read['room_slots']:,.0f}",
+            f"{row['right']} of {len(row['answers'])}",
+            *(f"{row[name]:.0f} s" for name in ("read_processor_s", "ask_processor_s")),
+        ])  # fmt: skip
+    headings = [
+        "`kvjax read` with", "cache", "document", "room", "bytes, %", "slots per head", "right",
+        "reading", "asking",
+    ]  # fmt: skip
+    return markdown(headings, lines)
+
+
 def speed(rows: Sequence[dict[str, Any]]) -> str:
     """Of `kvjax bench`."""
     headings = [
@@ -377,6 +399,7 @@ def tables() -> tuple[list[Results], dict[str, str]]:
         **{f"method_{path.stem}": scores(measured, path.stem) for path in METHODS.glob("*.md")},
         "choose": choosing(measured),
         "situations": situations([folders["needles"], folders["fit_small_smollm2_h200"]]),
+        "newcomer_qwen": newcomer(read("newcomer_qwen")["rows"]),
         "first": first([folders["needles_small_smollm2"], folders["needles"]]),
         **{made.__name__: made(read("vs_kvpress_kvzip_smollm2")["rows"]) for made in KVZIP},
         **device_tables(),

@@ -35,13 +35,14 @@ A line is a turn, and so are lines that are pasted together. Lines that are no t
   /reset        begins anew, or goes back to what CONTEXT holds
   /quit         ends
 Ctrl-C ends an answer that is being written, and clears a line that has been begun.
-If the first turn is a long text, by_head(kvzip) keeps the part of it that later
-turns may ask for."""
+By default every token stays, in 8 bits, as answers about prose need it. Of a long
+text in the first turn, by_head(kvzip) keeps single facts, measured on needles;
+answers about prose lose much with it."""
 EXAMPLES = """\
 examples:
   kvjax chat --model DIR
   kvjax chat --model smollm2
-  kvjax chat --model DIR --method 'by_head(kvzip)' --budget 0.1
+  kvjax chat --model DIR --method 'chain(quantize, clusterkv)' --budget 0.2
   kvjax chat --model DIR --method h2o --budget 512 --system 'Be brief.'
   kvjax read book.txt --out book --model DIR && kvjax chat book"""
 

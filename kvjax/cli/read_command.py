@@ -27,12 +27,16 @@ _MAX_QUESTIONS = 256  # tokens of a question, where the method has room for them
 
 DESCRIPTION = """\
 Reads a document into a compressed cache and saves that in a folder, for
-kvjax ask and kvjax chat. What an earlier kvjax read wrote there is replaced, finished or not.
-By default every token stays, in 8 bits. by_head(kvzip) keeps the part of the
-document that questions may ask for, whatever they will be."""
+kvjax ask and kvjax chat. What an earlier kvjax read wrote there is replaced,
+finished or not.
+By default every token stays, in 8 bits, as answers about prose need it.
+by_head(kvzip) keeps a small part: measured on needles, single facts stay with a
+twentieth of the tokens, while answers about prose lose much with a fifth. What
+the document takes and what is room is said, and so is a stored form that keeps
+every token where it takes no more bytes."""
 EXAMPLES = """\
 examples:
-  kvjax read book.txt --out book --model DIR --method 'by_head(kvzip)' --budget 0.05
+  kvjax read book.txt --out book --model DIR
   kvjax read book.txt --out book --model DIR
       --method 'by_head(chain(kvzip, quantize))' --budget 0.05
   kvjax ask book 'Who is Ishmael?' 'What is the name of the ship?'
@@ -48,8 +52,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     # The default method keeps every token: questions are not known when the document is read.
     options.add_method(parser, default="quantize")
     parser.add_argument("--max-questions", metavar="TOKENS", type=int,
-        help="room for the tokens of a question (default: 256, or fewer if the method has room "
-        "for fewer)")  # fmt: skip
+        help="room for the tokens of questions, also that of kvzip (default: 256, or fewer if the "
+        "method has room for fewer)")  # fmt: skip
     parser.add_argument("--max-new", metavar="N", type=int, default=128,
         help="room for the tokens of an answer (default: 128)")  # fmt: skip
 
@@ -107,7 +111,7 @@ def run(args: argparse.Namespace) -> None:
     if _looks_at_the_end(candidate.transform):
         print_line(
             f"{args.method} keeps what the document's end looks at, and knows no question: "
-            "--method 'by_head(kvzip)' keeps what questions may ask for", "dim"
+            "--method quantize keeps every token", "dim"
         )  # fmt: skip
     print_dropped(args.method, context.dropped)
 

@@ -143,7 +143,7 @@ def test_a_chat_has_a_document_in_its_first_turn(capsys, monkeypatch, heads, tin
 def test_a_hint_where_the_end_of_a_document_decides(capsys, read):
     assert main([str(x) for x in read("chain(snapkv, quantize)")]) == 0
     _, err = capsys.readouterr()
-    assert "knows no question: --method 'by_head(kvzip)' keeps what questions may ask for" in err
+    assert "knows no question: --method quantize keeps every token" in err
     for method in ("h2o", "chain(quantize, quest)"):
         output(capsys, *read(method))
 
