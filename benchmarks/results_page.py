@@ -24,6 +24,7 @@ from typing import Any
 from device_page import device_tables
 from tables import markdown
 
+from kvjax.cli.situations import SITUATIONS
 from kvjax.evaluation import Results, Row, read_results
 
 HOME = Path(__file__).resolve().parents[1]
@@ -40,36 +41,28 @@ CHOSEN = (
 )  # fmt: skip
 """The methods of README.md; docs/results has all of them."""
 
-SITUATIONS = {
-    # situation → arguments of `kvjax generate`, the row of the results, and what is said of it
-    "The question is in the prompt, and everything else may go.": (
-        "--method snapkv --budget 0.5", ("snapkv", 0.5), "{found} with {share} of the bytes",
+FOUND = {
+    # arguments of `kvjax generate` in a situation → the row of the results, and what is said of it
+    "--method snapkv --budget 0.5": (("snapkv", 0.5), "{found} with {share} of the bytes"),
+    "--method clusterkv --budget 0.1": (("clusterkv", 0.1), "{found}; a step looks at a tenth"),
+    '--method "chain(quantize, clusterkv)" --budget 0.2': (
+        ("chain(quantize, clusterkv)", 0.2), "{found} with {share} of the bytes",
     ),
-    "The question comes later, or there are many.": (
-        "--method clusterkv --budget 0.1", ("clusterkv", 0.1), "{found}; a step looks at a tenth",
-    ),
-    "The same, and memory is short.": (
-        '--method "chain(quantize, clusterkv)" --budget 0.2', ("chain(quantize, clusterkv)", 0.2),
-        "{found} with {share} of the bytes",
-    ),
-    "Single facts are asked of a document that is read once, and little of it may be kept.": (
-        '--method "by_head(kvzip(fit=True))" --budget 0.05',
+    '--method "by_head(kvzip(fit=True))" --budget 0.05': (
         ("by_head(kvzip(budget=0.05, room=64, fit=True), profile='heads.safetensors')", None),
         "{found} with {share} of the bytes, in bfloat16; answers about prose lose far more",
     ),
-    "The same, and the host has memory.": (
-        '--method "chain(clusterkv, offload)" --budget 0.1', ("clusterkv", 0.1),
-        "as `clusterkv`; keys and values in host memory",
+    '--method "chain(clusterkv, offload)" --budget 0.1': (
+        ("clusterkv", 0.1), "as `clusterkv`; keys and values in host memory",
     ),
-    "Memory is short, and no token may be lost: the highest fidelity.": (
-        "--method quantize", ("quantize", None), "{found} with {share} of the bytes, in 8 bits",
+    "--method quantize": (
+        ("quantize", None), "{found} with {share} of the bytes, in 8 bits",
     ),
-    "The text has no end.": (
-        "--method streaming_llm --budget 1024", ("streaming_llm", 0.5),
-        "what the window holds: {found} at 0.5",
+    "--method streaming_llm --budget 1024": (
+        ("streaming_llm", 0.5), "what the window holds: {found} at 0.5",
     ),
 }  # fmt: skip
-"""README.md's table of methods by situation; the figures are needles found, inside / after."""
+"""Figures of `SITUATIONS` in README.md's table: needles found, inside / after."""
 
 FIRST = {
     "full": ("full", None),
@@ -213,11 +206,12 @@ def first(results: Sequence[Results]) -> str:
 
 
 def situations(results: Sequence[Results]) -> str:
-    """Methods by situation, of `SITUATIONS`, with what they find."""
+    """Methods by situation, of `SITUATIONS`, with what they find (`FOUND`)."""
     rows_found = (row for each in results for row in each.rows() if row.task == NEEDLE)
     found = {(row.candidate, row.question): row for row in rows_found}
     lines = []
-    for situation, (arguments, candidate, said) in SITUATIONS.items():
+    for situation, arguments in SITUATIONS.items():
+        candidate, said = FOUND[arguments]
         rows = [found.get((candidate, place)) for place in ("inside", "after")]
         each = (f"{100 * row.score.mean:.0f}" if row else "-" for row in rows)
         figures = " / ".join(each) + " %"

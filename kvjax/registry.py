@@ -13,7 +13,7 @@ from kvjax.compose.by_head import ByHead
 from kvjax.compose.chain import chain, parts_of
 from kvjax.compose.wrappers import Every, Everywhere, WhenFull
 from kvjax.messages import brief, did_you_mean
-from kvjax.protocol import Full, KVTransform, Stage
+from kvjax.protocol import Full, KVTransform, Stage, check_transform
 from kvjax.storage.codebook.transform import Codebook
 from kvjax.storage.offload.transform import Offload
 from kvjax.storage.quantize.transform import Quantize
@@ -147,8 +147,28 @@ def parse(text: str, budget: int | float | None = None) -> KVTransform:
     text = text.strip()
     node = expression(text)
     if node is None:
-        raise ValueError(f"method must be a name or a composition of names, got {brief(text)}")
+        reason = f"{brief(text)}{_parentheses(text)}"
+        raise ValueError(f"method must be a name or a composition of names, got {reason}")
     return _build(node, text, budget)
+
+
+def as_transform(transform: KVTransform | str, where: str) -> KVTransform:
+    """Returns a transform as it is, and the transform that a text names.
+
+    Calls that are given a model take both. Calls within a model, such as `kvjax.bind` and
+    `kvjax.attend`, take transforms alone.
+
+    Args:
+      transform: the transform, or its text for `parse`, with budgets.
+      where: name of the call, for the message.
+
+    Raises:
+      TypeError, ValueError: it is neither; what `parse` raises.
+    """
+    if isinstance(transform, str):
+        return parse(transform)
+    check_transform(transform, where)
+    return transform
 
 
 def expression(text: str) -> ast.expr | None:
@@ -273,6 +293,14 @@ def _build(node: ast.expr, text: str, budget: int | float | None, depth: int = 1
         if default is dataclasses.MISSING and word not in values:
             raise ValueError(f"{name} needs {word}=")
     return method(*wrapped, **values)
+
+
+def _parentheses(text: str) -> str:
+    """Says that parentheses of a text are not closed or not opened; empty if they are."""
+    missing = text.count("(") - text.count(")")
+    if not missing:
+        return ""
+    return f": {abs(missing)} {')' if missing > 0 else '('} missing"
 
 
 def _keywords(name: str, call: ast.Call, text: str) -> dict[str, Any]:

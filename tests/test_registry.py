@@ -134,3 +134,10 @@ def test_an_unknown_module(capsys):
     assert main(["methods", "--import", "no_such_module_of_mine"]) == 2
     err = capsys.readouterr().err
     assert "cannot import no_such_module_of_mine: ModuleNotFoundError: No module named" in err
+
+
+def test_a_parenthesis_that_is_missing_is_told():
+    with pytest.raises(ValueError, match=r"got 'chain\(snapkv': 1 \) missing"):
+        kvjax.parse("chain(snapkv")
+    with pytest.raises(ValueError, match=r"1 \( missing"):
+        kvjax.parse("snapkv)")

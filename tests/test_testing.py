@@ -227,3 +227,21 @@ def test_what_is_no_transform():
 def test_a_field_cannot_replace_a_member(name):
     with pytest.raises(TypeError, match=f"'{name}', which is a member"):
         type("Mine", (kvjax.KVTransform,), {"__annotations__": {name: "int"}, name: 3})
+
+
+def test_a_method_without_a_minimum_says_so():
+    """And an error within one is Python's own."""
+
+    @dataclass(frozen=True)
+    class Bare(kvjax.kit.PromptBudget):
+        budget: int = 12
+
+    @dataclass(frozen=True)
+    class Wrong(Bare):
+        minimum = property(lambda self: self.frob)
+
+    with pytest.raises(TypeError, match="Bare has no minimum: it needs the smallest budget that"):
+        check(Bare())
+    with pytest.raises(AttributeError, match="frob"):
+        _ = Wrong().minimum
+    assert not hasattr(Bare(), "frob")

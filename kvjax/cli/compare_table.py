@@ -10,7 +10,7 @@ from rich.text import Text
 from kvjax.cli.tables import Row, name_column, number_column, print_table
 from kvjax.evaluation.cells.results import Results
 from kvjax.evaluation.report import tables
-from kvjax.evaluation.report.tables import AS_FULL, AT_FLOOR, DEFINITIONS, FAILED, Column, Field
+from kvjax.evaluation.report.tables import AS_FULL, AT_FLOOR, FAILED, Column, Field
 from kvjax.messages import printable
 
 _WIDE = 110  # width of a terminal from which on there is space between columns
@@ -19,7 +19,7 @@ _REASONS = 5  # maximum number of failed cells that are listed with their reason
 
 
 def print_report(console: Console, results: Results, folder: Path) -> None:
-    """Prints a table per length, the meaning of its columns, failed cells and the files' folder.
+    """Prints a table per length, what its figures mean, failed cells and the files' folder.
 
     Columns that do not fit into the console's width go into further tables.
     """
@@ -29,11 +29,10 @@ def print_report(console: Console, results: Results, folder: Path) -> None:
         heading = f"Prompts of {table.length:,} tokens, {cases:,} cases of each task at most"
         console.print(heading, style="bold")
         _print_table(console, table)
-    for name, text in DEFINITIONS.items():
-        console.print(Text(f"{name}: {text}", style="dim"))
+    console.print(Text(tables.LEGEND, style="dim"))
     if any(column.at_floor for table in lengths for column in table.columns):
         console.print(Text(f"*: {AT_FLOOR}.", style="dim"))
-    for note in tables.notes(results):
+    for note in tables.missing_rows(results):
         console.print(Text(note))
     failures = results.failures()
     for cell, reason in failures[:_REASONS]:

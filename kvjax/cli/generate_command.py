@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from rich.text import Text
 
 import kvjax
 from kvjax.cli import bundled_question, options
@@ -144,7 +147,7 @@ def on_step(
       texts: input of each row.
       several: whether each text has a header with its row's input.
     """
-    headers = [f"--- {n}/{len(texts)}: {_header(text)}\n" for n, text in enumerate(texts, 1)]
+    headers = [_header(f"--- {n}/{len(texts)}: ", text) for n, text in enumerate(texts, 1)]
     shown = InOrder(rows, headers if several else [""], display.text)
 
     def step(tokens: int) -> None:
@@ -154,10 +157,11 @@ def on_step(
     return step
 
 
-def _header(text: str) -> str:
-    """Returns the beginning of a text in one short line."""
-    line = " ".join(text.split())
-    return line if len(line) <= 60 else f"{line[:59]}…"
+def _header(number: str, text: str) -> str:
+    """Returns a line with a number and as much of a text as the terminal is wide."""
+    line = Text(number + " ".join(text.split()))
+    line.truncate(shutil.get_terminal_size().columns, overflow="ellipsis")
+    return f"{line.plain}\n"
 
 
 def _prompts(args: argparse.Namespace) -> list[str] | None:

@@ -24,6 +24,7 @@ from kvjax.generation.head_profiles import (
     with_profiles,
     with_profiles_of_files,
 )
+from kvjax.generation.model import as_functional
 from kvjax.generation.sampling import unsupported_settings
 from kvjax.messages import brief, printable
 
@@ -165,7 +166,7 @@ def profiled(
     """
 
     def sample() -> list[list[int]]:
-        display.show(0, None, "the profile of the model's heads, which is made at its first use")
+        display.show(0, None, "measuring the model's heads")
         return profile_sample(tokenizer, max_positions)
 
     def print_made(profile: kvjax.HeadProfile, seconds: float) -> None:
@@ -177,7 +178,8 @@ def profiled(
         )
 
     repetition = kvjax.Repetition.of(tokenizer)
-    return with_profiles(transform, model, sample, repetition, print_made)
+    on_layer = display.measuring(as_functional(model).num_layers, SAMPLE_TEXTS)
+    return with_profiles(transform, model, sample, repetition, print_made, on_layer)
 
 
 def profile_sample(tokenizer: Any, max_positions: int | None) -> list[list[int]]:

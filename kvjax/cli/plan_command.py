@@ -25,6 +25,7 @@ from kvjax.messages import brief, did_you_mean
 GB = 10**9
 MEMORY, BANDWIDTH = 80.0, 3350.0  # GB and GB/s, of an NVIDIA H100 SXM with 80 GB
 METHODS = ("full", "snapkv")
+_MOST_TOKENS = 131072  # of the default of --tokens
 _AXES = ("data", "tensor")
 
 DESCRIPTION = """\
@@ -54,8 +55,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="of each device (default: 80)")  # fmt: skip
     add("--bandwidth", metavar="GB/S", type=float, default=BANDWIDTH,
         help="of each device's memory (default: 3350, an NVIDIA H100 SXM's)")  # fmt: skip
-    add("--tokens", metavar="N", type=int, default=131072,
-        help="of a request's prompt (default: 131072)")  # fmt: skip
+    add("--tokens", metavar="N", type=int,
+        help="of a request's prompt (default: 131072, or what the model's positions "
+        "leave)")  # fmt: skip
     add("--new", metavar="N", type=int, default=512, help="new tokens (default: 512)")
     options.add_list(parser, "--batch", value_type=options.number_list, default=(1, 8, 32),
         about="requests at a time")  # fmt: skip
@@ -77,6 +79,9 @@ def run(args: argparse.Namespace) -> None:
         check_count("batch", requests, 1)
     methods = {text: kvjax.parse(text, args.budget) for text in args.methods}
     config = shape_config(args.model)
+    if args.tokens is None:
+        left = max(config.max_positions - args.new, 1)  # `plan` refuses what is too much
+        args.tokens = min(_MOST_TOKENS, left)
     mesh = abstract_mesh(args.mesh.items())
     model = abstract_decoder(config, dtype=args.dtype, mesh=mesh)
     looked_up = looked_up_bytes(model)
@@ -177,12 +182,6 @@ def _show(console: Console, args: argparse.Namespace, record: dict[str, Any]) ->
         f"Requests of {args.tokens:,} tokens and {args.new:,} new ones; GB are 10^9 bytes.",
         markup=False,
     )
-    if args.tokens + args.new > record["positions"]:
-        console.print(
-            f"The model has {record['positions']:,} positions, and such a request takes "
-            f"{args.tokens + args.new:,}: kvjax generate would refuse it.",
-            style="bold", markup=False,
-        )  # fmt: skip
     hosted = any(method["request_host_bytes"] for method in record["methods"].values())
     headings = ["GB per request\nand device", *["and in host\nmemory"] * hosted]
     headings += ["of it\nroom", "slots per head\nkept + room", "requests\nthat fit"]

@@ -62,7 +62,10 @@ def run(args: argparse.Namespace) -> None:
         model = opened.load(args)
         display.show(0, None, f"reading {len(sample)} pieces of {len(sample[0]):,} tokens")
         start = time.monotonic()
-        profile = kvjax.calibrate_heads(model, method, sample, repetition=opened.repetition)
+        profile = kvjax.calibrate_heads(
+            model, method, sample, repetition=opened.repetition,
+            on_layer=display.measuring(model.num_layers, len(sample)),
+        )  # fmt: skip
         seconds = time.monotonic() - start
         with writing(out):
             out.parent.mkdir(parents=True, exist_ok=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich import progress
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.filesize import decimal
-from rich.table import Column
+from rich.text import Text
 
 import kvjax
 
@@ -38,14 +39,12 @@ class Display(progress.Progress):
 
     def __init__(self, wanted: bool = True) -> None:
         console = _Console(stderr=True)
-        description = Column(ratio=2, no_wrap=True, overflow="ellipsis")
         super().__init__(
             progress.SpinnerColumn(),
-            progress.BarColumn(bar_width=None, table_column=Column(ratio=1)),
+            progress.BarColumn(bar_width=None),
             progress.TaskProgressColumn(),
             progress.TimeElapsedColumn(),
             progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.description}", markup=False, table_column=description),
             console=console,
             transient=True,
             expand=True,
@@ -56,6 +55,12 @@ class Display(progress.Progress):
             redirect_stdout=False,
             redirect_stderr=False,
         )
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        """Yields the current work, in as many lines as it takes, and the bar below it."""
+        for task in self.tasks:
+            yield Text(task.description, overflow="fold")
+        yield self.make_tasks_table(self.tasks)
 
     def show(self, done: int, total: int | None, work: str) -> None:
         """Shows the current work and the progress; `total` is None if it is unknown.
@@ -86,6 +91,17 @@ class Display(progress.Progress):
             self.show(layer + 1, layers, work)
 
         return None if self.disable else show
+
+    def measuring(self, layers: int, texts: int) -> Callable[[int], None]:
+        """Returns an `on_layer` for `kvjax.calibrate_heads`."""
+        steps = itertools.count()
+
+        def show(layer: int) -> None:
+            text, total = next(steps) // layers, layers * texts
+            work = f"measuring heads, once per model: text {text + 1} of {texts}, layer {layer + 1}"
+            self.show(text * layers + layer + 1, total, f"{work} of {layers}")
+
+        return show
 
     def writing(self, count: int) -> None:
         """Shows the number of new tokens."""

@@ -26,7 +26,8 @@ from kvjax.generation.observe import Observe
 from kvjax.generation.prompt_checks import check_prompts
 from kvjax.generation.repetition import Repetition
 from kvjax.generation.turns import begin
-from kvjax.protocol import Full, KVTransform, Needs, check_transform
+from kvjax.protocol import Full, KVTransform, Needs
+from kvjax.registry import as_transform
 from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
 from kvjax.transforms.infinigen.infinigen import InfiniGen
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration, partial_projection
@@ -188,7 +189,7 @@ def calibrate_infinigen(
 
 
 def calibrated(
-    transform: KVTransform,
+    transform: KVTransform | str,
     model: LanguageModel | FunctionalModel,
     sample: Sequence[Sequence[int]],
     *,
@@ -202,7 +203,7 @@ def calibrated(
     kept in the user's cache folder, and found there for the same weights, method and sample.
 
     Args:
-      transform: any.
+      transform: any, or its text as in `kvjax.generate`.
       model: as for `calibrate_infinigen`, which is called once, and only if there is an
         `InfiniGen` without calibration.
       sample: token ids of some texts; as for `calibrate_infinigen` and `calibrate_heads`.
@@ -218,7 +219,7 @@ def calibrated(
       >>> kvjax.calibrated(kvjax.H2O(budget=64), model=None, sample=[])
       H2O(budget=64, group_reduce='mean')
     """
-    check_transform(transform, "calibrated")
+    transform = as_transform(transform, "calibrated")
     transform = with_profiles(transform, model, lambda: sample, repetition, on_profile)
     layers = [transform]
     # The methods of a layer's choice are known only once it is asked for each layer.

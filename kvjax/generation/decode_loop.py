@@ -41,6 +41,7 @@ from kvjax.generation.sampling import Numbers, Sampling, most_likely
 from kvjax.generation.steps import decode_step
 from kvjax.generation.turns import begin, compile_flush, flush_all, further
 from kvjax.protocol import Full, KVTransform
+from kvjax.registry import as_transform
 from kvjax.storage.offload.transform import RecallStatistics, recall_statistics
 from kvjax.transforms.random import GENERATOR, check_seed
 
@@ -253,7 +254,7 @@ class Writing:
         prompts: Rows | None,
         *,
         streaming: bool,
-        transform: KVTransform | None = None,
+        transform: KVTransform | str | None = None,
         max_new_tokens: int = 128,
         end_tokens: Sequence[int] | None = None,
         sampling: Sampling | None = None,
@@ -291,7 +292,7 @@ class Writing:
         if context is None:
             if prompts is None:
                 raise ValueError("generate needs prompts, or a context to go on from")
-            transform = Full() if transform is None else transform
+            transform = Full() if transform is None else as_transform(transform, "generate")
             num_layers, windows = self._model.num_layers, self._model.windows
             unsized_layers = bind(transform, num_layers, windows)
             check_prompts(self._model, prompts, unsized_layers, max_new_tokens)

@@ -19,9 +19,10 @@ from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.prompt_checks import Rows, as_rows, bucket, check_prompts
 from kvjax.generation.repetition import Repetition
-from kvjax.generation.sampling import Sampling
+from kvjax.generation.sampling import Sampling, sampling_apart
 from kvjax.generation.turns import begin
 from kvjax.protocol import Full, KVTransform
+from kvjax.registry import as_transform
 
 
 @automatic()
@@ -29,7 +30,7 @@ def read(
     model: LanguageModel | FunctionalModel,
     prompts: Sequence[Sequence[int]],
     *,
-    transform: KVTransform | None = None,
+    transform: KVTransform | str | None = None,
     max_prompt: int | None = None,
     max_new: int = 512,
     max_length: int | None = None,
@@ -65,7 +66,7 @@ def read(
       (2, [3], [9, 8])
     """
     functional, prompts = as_functional(model), as_rows(prompts)
-    transform = Full() if transform is None else transform
+    transform = Full() if transform is None else as_transform(transform, "read")
     widths, size = size_to_read(
         functional, prompts, [transform], max_prompt, max_new, max_length, dtype, buckets
     )
@@ -112,12 +113,13 @@ def size_to_read(
     return widths, CacheSize.of(model, len(prompts), padded, max_new, dtype, max_length)
 
 
+@sampling_apart
 @automatic()
 def generate(
     model: LanguageModel | FunctionalModel,
     prompts: Rows | None,
     *,
-    transform: KVTransform | None = None,
+    transform: KVTransform | str | None = None,
     max_new_tokens: int = 128,
     end_tokens: Sequence[int] | None = None,
     sampling: Sampling | None = None,
@@ -165,8 +167,9 @@ def generate(
       model: an NNX module or callable with the signature of `LanguageModel`, or a
         `FunctionalModel`.
       prompts: token ids of each row, in lists or arrays; rows may differ in length.
-      transform: how to compress; `Full()` by default. Not to be given with a context, which has
-        its own.
+      transform: how to compress, as a transform or as its text for `kvjax.parse`, such as
+        `"snapkv(budget=0.1)"`; `Full()` by default. Not to be given with a context, which has its
+        own.
       max_new_tokens: most new tokens per row.
       end_tokens: tokens that end a row; they are not part of the result. By default those of the
         model (`eos_token_ids` of its `config`), if it has any. In a chat, `chat_end_tokens` returns
@@ -213,6 +216,7 @@ def generate(
     return writing.result
 
 
+@sampling_apart
 @automatic()
 def stream(model: LanguageModel | FunctionalModel, prompts: Rows | None, **options: Any) -> Stream:
     """Generates as `generate` does, and returns an iterator over new tokens as they come.

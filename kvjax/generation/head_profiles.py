@@ -38,8 +38,8 @@ from kvjax.generation.prompt_checks import check_prompts
 from kvjax.generation.repetition import Repetition
 from kvjax.generation.turns import begin
 from kvjax.messages import brief
-from kvjax.protocol import KVTransform, check_transform
-from kvjax.registry import unparse
+from kvjax.protocol import KVTransform
+from kvjax.registry import as_transform, unparse
 
 FORMAT = "kvjax head profile 1"
 _MOST_BYTES = 2**26
@@ -52,10 +52,11 @@ OnMade = Callable[[HeadProfile, float], None]
 @automatic()
 def calibrate_heads(
     model: LanguageModel | FunctionalModel,
-    transform: KVTransform,
+    transform: KVTransform | str,
     sample: Sequence[Sequence[int]],
     *,
     repetition: Repetition | None = None,
+    on_layer: Callable[[int], None] | None = None,
 ) -> HeadProfile:
     """Measures which share of a budget each head of a model needs, for all budgets at once.
 
@@ -70,9 +71,10 @@ def calibrate_heads(
     Args:
       model: as for `kvjax.generate`.
       transform: a method that keeps the tokens with the highest scores at a prompt's end, such as
-        `KVzip`, `SnapKV` and `H2O`. Its budget does not matter.
+        `KVzip`, `SnapKV` and `H2O`, or its text as in `kvjax.generate`. Its budget does not matter.
       sample: token ids of some texts, of a thousand tokens or more.
       repetition: how the texts are repeated, if the method looks at that.
+      on_layer: called with the number of each layer once it has read a text, text after text.
 
     Returns:
       The profile for `kvjax.ByHead`.
@@ -92,7 +94,7 @@ def calibrate_heads(
       (2, 2, 64)
     """
     functional = as_functional(model)
-    check_transform(transform, "calibrate_heads")
+    transform = as_transform(transform, "calibrate_heads")
     if getattr(foreseen(transform, "prompt"), "score", None) is None:
         raise ValueError(f"calibrate_heads needs a method that scores tokens, got {transform!r}")
     name = heads_method(transform)  # raises where there is none
@@ -110,7 +112,7 @@ def calibrate_heads(
         width = len(text)
         size = CacheSize.of(functional, 1, width, 0, None, width)
         context = begin(
-            functional, [text], [width], transform, layers, size, Compiler(), on_layer=None,
+            functional, [text], [width], transform, layers, size, Compiler(), on_layer,
             last=False, repetition=repetition,
         )  # fmt: skip
         readings = [reading for reading, x in zip(context.caches, whole, strict=True) if x]
@@ -240,6 +242,7 @@ def kept_profile(
     sample: Sequence[Sequence[int]],
     repetition: Repetition | None = None,
     on_made: OnMade | None = None,
+    on_layer: Callable[[int], None] | None = None,
 ) -> HeadProfile:
     """Returns what `calibrate_heads` does; makes it once for all processes of a user.
 
@@ -261,7 +264,7 @@ def kept_profile(
             with contextlib.suppress(ValueError):  # it is damaged, and made again
                 return load_profile(path, model)
     start = time.monotonic()
-    profile = calibrate_heads(model, method, sample, repetition=repetition)
+    profile = calibrate_heads(model, method, sample, repetition=repetition, on_layer=on_layer)
     if path is not None:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -277,6 +280,7 @@ def with_profiles(
     sample: Callable[[], Sequence[Sequence[int]]],
     repetition: Repetition | None = None,
     on_made: OnMade | None = None,
+    on_layer: Callable[[int], None] | None = None,
 ) -> KVTransform:
     """Returns the composition in which every `ByHead` has a profile of the model.
 
@@ -284,7 +288,7 @@ def with_profiles(
       transform: any.
       model: as for `calibrate_heads`.
       sample: gives token ids of some texts; is called only if a profile is missing.
-      repetition, on_made: as in `kept_profile`.
+      repetition, on_made, on_layer: as in `kept_profile`.
     """
     missing = _without_profile(transform, lambda: as_functional(model).num_layers)
     if not missing:
@@ -293,7 +297,7 @@ def with_profiles(
     profiles = {part: _profile_in(part, model) for part in missing if part.profile is not None}
     for part in missing:  # files come first: what they are refused for costs nothing
         if part not in profiles:
-            made = kept_profile(functional, part.method, sample(), repetition, on_made)
+            made = kept_profile(functional, part.method, sample(), repetition, on_made, on_layer)
             profiles[part] = made
     return map_methods(_WithProfile(tuple(profiles.items())), transform, by_head=False)
 

@@ -30,8 +30,10 @@ from kvjax.generation.calibration import WithCalibration
 from kvjax.generation.head_profiles import with_profiles_of_files
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.new_caches import CacheSize
+from kvjax.generation.prompt_checks import check_positions
 from kvjax.generation.prompt_pass import cache_shapes
-from kvjax.protocol import KVTransform, check_transform
+from kvjax.protocol import KVTransform
+from kvjax.registry import as_transform
 from kvjax.storage.offload.payload import Offloaded
 from kvjax.storage.quantize.transform import GROUP, Quantize
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
@@ -154,7 +156,7 @@ def _loses_tokens(layer: KVTransform) -> bool:
 
 def plan(
     model: LanguageModel | FunctionalModel,
-    transform: KVTransform,
+    transform: KVTransform | str,
     *,
     max_prompt: int,
     max_new: int,
@@ -169,16 +171,18 @@ def plan(
     Args:
       model: as for `kvjax.generate`; its parameters may be `jax.ShapeDtypeStruct`, with a sharding
         where a mesh divides them (`kvjax.models.abstract_decoder`).
-      transform: how caches are compressed. For an `InfiniGen` without calibration, the largest
-        number of channels is assumed that a calibration can have. For a `ByHead` without profile,
-        every head has the mean share; by a profile, rectangles take up to a third more.
+      transform: how caches are compressed, as in `kvjax.generate`. For an `InfiniGen` without
+        calibration, the largest number of channels is assumed that a calibration can have. For a
+        `ByHead` without profile, every head has the mean share; by a profile, rectangles take up to
+        a third more.
       max_prompt, max_new, dtype: as in `kvjax.read`; bfloat16 by default.
       mesh: devices, with the axes "data" and "tensor"; None: one device.
       looked_up: bytes per device of weights of which a step reads only a few rows, such as an
         embedding.
 
     Raises:
-      TypeError, ValueError: as `kvjax.read`; a mesh with other axes.
+      TypeError, ValueError: as `kvjax.generate`, for such a prompt and as many new tokens; a mesh
+        with other axes.
 
     Example:
       >>> import kvjax
@@ -192,7 +196,7 @@ def plan(
       >>> full.weights == snapkv.weights, round(full.request.device / snapkv.request.device, 1)
       (True, 2.5)
     """
-    check_transform(transform, "plan")
+    transform = as_transform(transform, "plan")
     check_count("max_prompt", max_prompt, 1)
     check_count("max_new", max_new, 1)
     mesh = None if mesh is None else check_mesh(mesh)
@@ -201,6 +205,7 @@ def plan(
         _with_stand_ins(transform, functional), functional.num_layers, functional.windows,
         max_prompt + max_new,
     )  # fmt: skip
+    check_positions(functional, layers, max_prompt, max_new)
     dtype = jnp.bfloat16 if dtype is None else dtype
     data = 1 if mesh is None else mesh.shape.get(DATA, 1)
 

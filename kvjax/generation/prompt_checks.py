@@ -63,7 +63,19 @@ def check_prompts(
         raise ValueError("generate needs at least one prompt, got none")
     for row, prompt in enumerate(prompts):
         _check_row(model, row, prompt)
-    limit, longest = model.max_positions, max(len(prompt) for prompt in prompts)
+    check_positions(model, layers, max(len(prompt) for prompt in prompts), max_new)
+
+
+def check_positions(
+    model: Sized, layers: tuple[KVTransform, ...], longest: int, max_new: int
+) -> None:
+    """Raises ValueError if a prompt and the new tokens take more positions than the model has.
+
+    Args:
+      longest: tokens of the longest prompt.
+      model, layers, max_new: as in `check_prompts`.
+    """
+    limit = model.max_positions
     # Keys that are rotated at their rank in the cache never reach a position beyond the limit.
     unbounded = all(layer.needs.reposition for layer in layers)
     if limit is not None and (longest > limit or (longest + max_new > limit and not unbounded)):

@@ -23,6 +23,7 @@ from kvjax.generation.prompt_checks import as_rows
 from kvjax.generation.repetition import Repetition
 from kvjax.generation.turns import begin
 from kvjax.protocol import KVTransform, Needs
+from kvjax.registry import as_transform
 
 
 class ReadOnce:
@@ -38,7 +39,7 @@ class ReadOnce:
     Args:
       model, prompts, max_prompt, max_new, max_length, dtype, buckets, on_layer, on_compile,
         repetition: as in `kvjax.read`.
-      transforms: the methods; `context` takes any of them.
+      transforms: the methods, or their texts as in `kvjax.generate`; `context` takes any of them.
 
     Raises:
       TypeError, ValueError: as `kvjax.read`, for any of the methods.
@@ -60,7 +61,7 @@ class ReadOnce:
         self,
         model: LanguageModel | FunctionalModel,
         prompts: Sequence[Sequence[int]],
-        transforms: Sequence[KVTransform],
+        transforms: Sequence[KVTransform | str],
         *,
         max_prompt: int | None = None,
         max_new: int = 512,
@@ -72,17 +73,18 @@ class ReadOnce:
         repetition: Repetition | None = None,
     ) -> None:
         prompts = as_rows(prompts)
+        methods = [as_transform(transform, "ReadOnce") for transform in transforms]
         self._model, self._prompts = as_functional(model), prompts
         self._options = {
             "max_prompt": max_prompt, "max_new": max_new, "max_length": max_length,
             "dtype": dtype, "buckets": buckets, "on_compile": on_compile, "repetition": repetition,
         }  # fmt: skip
         widths, self._size = size_to_read(
-            self._model, prompts, transforms, max_prompt, max_new, max_length, dtype, buckets
+            self._model, prompts, methods, max_prompt, max_new, max_length, dtype, buckets
         )
         self._compiler = Compiler(on_compile)
         self._observed: Context | None = None
-        needs = [self._needs(tx) for tx in transforms if not self._reads_alone(tx)]
+        needs = [self._needs(tx) for tx in methods if not self._reads_alone(tx)]
         if needs:
             observe = Observe(functools.reduce(Needs.union, needs))
             size = self._size._replace(max_new=0)  # nothing is written into the observed caches
@@ -95,7 +97,7 @@ class ReadOnce:
             self._observed = dataclasses.replace(observed, fingerprint=fingerprint)
 
     @automatic()
-    def context(self, transform: KVTransform) -> Context:
+    def context(self, transform: KVTransform | str) -> Context:
         """Returns the context that `kvjax.read` returns for the same prompts and this method.
 
         Args:
@@ -104,6 +106,7 @@ class ReadOnce:
         Raises:
           ValueError: the method needs more of the prompt's attention than was observed.
         """
+        transform = as_transform(transform, "ReadOnce")
         if self._reads_alone(transform):
             return read(self._model, self._prompts, transform=transform, **self._options)
         needs = self._needs(transform)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -287,3 +289,34 @@ def unsupported_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         and not (name in _ONLY_DRAWN and not settings.get("do_sample"))
         and not name.startswith("_")
     }  # fmt: skip
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def sampling_apart(function: F) -> F:
+    """Makes a function refuse settings of `Sampling` that are given as its own arguments.
+
+    Raises:
+      TypeError: when the function is called with such a setting; says how to give it.
+
+    Example:
+      >>> import kvjax
+      >>> kvjax.generate(None, [[1]], temperature=0.7)
+      Traceback (most recent call last):
+      ...
+      TypeError: generate takes temperature by sampling=kvjax.Sampling(temperature=0.7)
+    """
+    names = {field.name for field in dataclasses.fields(Sampling)}
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        if given := [name for name in options if name in names]:
+            settings = ", ".join(f"{name}={brief(options[name])}" for name in given)
+            raise TypeError(
+                f"{function.__name__} takes {' and '.join(given)} by "
+                f"sampling=kvjax.Sampling({settings})"
+            )
+        return function(*args, **options)
+
+    return call  # type: ignore[return-value]  # it has the signature of `function`

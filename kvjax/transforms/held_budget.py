@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -15,6 +15,11 @@ from kvjax.decisions import Keep
 from kvjax.protocol import Extent, KVTransform, Step
 
 Budgets = Int[Array, " B"]  # of each row
+
+_NEEDED = {
+    "budget": "a field such as `budget: int | float`",
+    "minimum": "the smallest budget that works, such as `minimum = 1`",
+}
 
 
 def decoding_budget(budget: Budget, cache: KVCache, minimum: int) -> Int[Array, " B"]:
@@ -35,17 +40,28 @@ def decoding_extent(extent: Extent, budget: Budget, minimum: int) -> Extent:
     return extent.keep(most).hold(most + 1)
 
 
-class PromptBudget(KVTransform):
+class WithBudget(KVTransform):
+    """Base class of methods with a field `budget` and an attribute `minimum`."""
+
+    if TYPE_CHECKING:
+        budget: Budget
+        minimum: int
+    else:
+
+        def __getattr__(self, name: str) -> Any:
+            """Says what a subclass lacks; Python calls this for attributes that are missing."""
+            if name not in _NEEDED or hasattr(type(self), name):
+                return object.__getattribute__(self, name)  # raises Python's own error
+            raise TypeError(f"{type(self).__name__} has no {name}: it needs {_NEEDED[name]}")
+
+
+class PromptBudget(WithBudget):
     """Base class of methods that compress the prompt and leave generated tokens alone.
 
     A subclass has a field `budget` and an attribute `minimum`, the smallest workable budget. The
     state is the layer's table of budgets over prompt lengths; it is empty where layers do not
     differ.
     """
-
-    if TYPE_CHECKING:
-        budget: Budget
-        minimum: int
 
     def extent(self, extent: Extent) -> Extent:
         """Bounds the prompt to the budget; new tokens come on top."""
@@ -63,16 +79,12 @@ class PromptBudget(KVTransform):
         return rows_budget(self.budget, cache.length, cache.max_prompt, self.minimum, table)
 
 
-class HeldBudget(KVTransform):
+class HeldBudget(WithBudget):
     """Base class of methods that hold their budget from the prompt's end on.
 
     A subclass has a field `budget` and an attribute `minimum`, the smallest workable budget. The
     state is each row's budget. `on_step` decides what is kept after a step and after a prompt.
     """
-
-    if TYPE_CHECKING:
-        budget: Budget
-        minimum: int
 
     def extent(self, extent: Extent) -> Extent:
         """Bounds the cache to the budget, plus one slot for the token that is being added."""

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvjax.budgets.budgets import Budget, rows_budget
+from kvjax.budgets.budgets import rows_budget
 from kvjax.cache.slots import KVCache
 from kvjax.checks import check_flag, check_layers
 from kvjax.protocol import Full, KVTransform, Stage
+from kvjax.transforms.held_budget import WithBudget
 
 
-class Recall(KVTransform):
+class Recall(WithBudget):
     """Base class of methods that attend to a selection of the slots in each decode step.
 
     A subclass has the fields `budget`, `per_query_head` and `dense_layers`.
@@ -24,10 +25,8 @@ class Recall(KVTransform):
     """
 
     stage: ClassVar[Stage] = Stage.RECALL
-    minimum: ClassVar[int]
 
     if TYPE_CHECKING:
-        budget: Budget
         per_query_head: bool
         dense_layers: tuple[int, ...]
 

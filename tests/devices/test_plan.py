@@ -107,7 +107,9 @@ def test_llama_on_one_device(method, data_dir):
 
 
 def test_a_mesh_divides_heads_and_rows():
-    config = dataclasses.replace(CONFIG, query_heads=16, kv_heads=8, hidden_size=128)
+    config = dataclasses.replace(
+        CONFIG, query_heads=16, kv_heads=8, hidden_size=128, max_positions=8192
+    )
     plans = {}
     for name, sizes in (("one", (1, 1)), ("eight", (1, 8)), ("many", (8, 8)), ("16", (1, 16))):
         mesh = AbstractMesh(sizes, ("data", "tensor"))
@@ -189,17 +191,17 @@ def test_errors(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_a_request_beyond_the_models_positions_is_told(capsys):
-    words = ["plan", "--model", "smollm2-135m", "--batch", "1", "--new", "192", "--method", "full"]
-
-    def shown(*more: str) -> str:
-        assert main([*words, *more]) == 0
-        return " ".join(capsys.readouterr().out.split())
-
-    beyond = "The model has 8,192 positions, and such a request takes 8,193"
-    assert beyond in shown("--tokens", "8001") and "positions" not in shown("--tokens", "8000")
-    found = json.loads(shown("--tokens", "8001", "--json"))
-    assert found["positions"] == 8192 and found["tokens"] == 8001
+def test_a_request_beyond_the_models_positions_is_refused(capsys):
+    """As by `kvjax generate`; a method that moves keys to their rank has no limit."""
+    words = ["plan", "--model", "smollm2-135m", "--batch", "1", "--new", "192", "--json"]
+    assert main([*words, "--tokens", "8001"]) == 2
+    said = capsys.readouterr().err
+    assert "the model has 8192 positions, got a prompt of 8001 tokens and 192 new ones" in said
+    assert main([*words, "--tokens", "8000"]) == 0 and main(words) == 0
+    default, given = capsys.readouterr().out.splitlines()
+    assert default == given
+    moved = "streaming_llm(budget=64, reposition=True)"
+    assert main([*words, "--tokens", "8001", "--method", moved]) == 0
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "blob"])
@@ -223,7 +225,7 @@ def test_a_gguf_file_is_planned_by_its_header(capsys, tmp_path, name):
     header = (tmp_path / name).stat().st_size
     os.truncate(tmp_path / name, -(-header // 32) * 32 + 4 * count)
 
-    words = ["plan", "--model", str(tmp_path / name), "--method", "full", "--tokens", "4096"]
+    words = ["plan", "--model", str(tmp_path / name), "--method", "full", "--tokens", "3584"]
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["weight_bytes"] == 2 * count

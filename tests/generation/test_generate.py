@@ -618,3 +618,31 @@ def test_committed_parameters_compile_the_loop_once(caplog):
         if "Finished XLA compilation" in record.getMessage() and "_decode" in record.getMessage()
     ]  # fmt: skip
     assert len(compiled) == 1
+
+
+def test_a_method_is_named_by_its_text():
+    """By every call that is given a model; what it computes is that of the transform."""
+    text, transform = "snapkv(budget=8, window=4)", kvjax.SnapKV(8, window=4)
+    expected = kvjax.generate(model(), RAGGED, transform=transform, max_new_tokens=4).tokens
+    assert kvjax.generate(model(), RAGGED, transform=text, max_new_tokens=4).tokens == expected
+    steps = kvjax.stream(model(), RAGGED, transform=text, max_new_tokens=4)
+    assert [[x for new in row for x in new] for row in zip(*steps, strict=True)] == expected
+    context = kvjax.read(model(), RAGGED, transform=text, max_new=4)
+    assert context.transform == transform
+    once = kvjax.evaluation.ReadOnce(model(), RAGGED, [text])
+    assert once.context(text).transform == transform
+    assert kvjax.calibrated(text, model(), []) == transform
+    with pytest.raises(ValueError, match="snapkv needs budget="):
+        kvjax.generate(model(), RAGGED, transform="snapkv")
+    with pytest.raises(ValueError, match="did you mean snapkv"):
+        kvjax.read(model(), RAGGED, transform="snapvk(budget=8)")
+    with pytest.raises(TypeError, match=r"bind takes transforms.*kvjax.parse makes"):
+        kvjax.bind("full", 2)
+
+
+def test_settings_of_sampling_are_not_arguments_of_their_own():
+    for call in (kvjax.generate, kvjax.stream):
+        with pytest.raises(TypeError, match=r"top_k by sampling=kvjax.Sampling\(temperature=0.7, "):
+            call(model(), RAGGED, temperature=0.7, top_k=5)
+        with pytest.raises(TypeError, match="unexpected keyword argument 'frob'"):
+            call(model(), RAGGED, frob=1)

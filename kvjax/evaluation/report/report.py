@@ -15,7 +15,11 @@ from kvjax.files import write_whole, writing
 from . import plots, tables
 
 REPORT = "report.html"
-_SHOWN = ("lengths", "questions", "cases", "seed", "chat", "weights", "text")
+_SHOWN = {
+    "lengths": "tokens of a prompt", "questions": "where the question is",
+    "cases": "cases of a task", "seed": "seed of the cases", "chat": "chat template",
+    "weights": "checksum of the weights", "text": "checksum of the text",
+}  # fmt: skip
 
 
 def write_report(results: Results, folder: Path) -> None:
@@ -58,13 +62,13 @@ def page(results: Results, pictures: Mapping[str, bytes]) -> str:
         trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
     )  # fmt: skip
     # Settings that are absent or None are left out below.
-    settings = {name: results.settings.get(name) for name in _SHOWN}
+    settings = {label: results.settings.get(name) for name, label in _SHOWN.items()}
     lost = [
         f"{method} lost {count:,} tokens that found no free slot."
         for method, count in results.dropped().items()
     ]
     return environment.get_template(f"{REPORT}.jinja").render(
-        model=results.settings.get("model") or "the bundled model",
+        model=results.settings.get("model") or "bundled",
         settings={
             name: ", ".join(map(str, value)) if isinstance(value, list) else value
             for name, value in settings.items()

@@ -20,6 +20,12 @@ interval."""
 AT_FLOOR = "the full cache is at the floor, and methods are not ranked"
 """Note on a task whose scores show nothing."""
 
+LEGEND = (
+    "Beside a score is its 95 % interval, in green where the full cache's score lies in it. "
+    "report.html defines every figure."
+)
+"""What a table in the terminal says of its figures."""
+
 DEFINITIONS = {
     "Score": "The mean over the cases of a task, times 100. The smaller figures beside it are the "
     "ends of its 95 % interval: Wilson's where a case is right or wrong, else a bootstrap's. Every "
@@ -96,11 +102,15 @@ def percent(share: float) -> str:
     return f"{min(max(100 * share, 0.1), 99.9):.1f}"
 
 
+def missing_rows(results: Results) -> list[str]:
+    """Returns a note on missing rows, if there are any."""
+    missing = results.missing()
+    return [f"Missing: {missing:,} rows have no cases, or fewer than others."] if missing else []
+
+
 def notes(results: Results) -> list[str]:
     """Returns notes on missing rows, and on tasks whose full cache is at the floor."""
-    sentences = []
-    if missing := results.missing():
-        sentences.append(f"Missing: {missing:,} rows have no cases, or fewer than others.")
+    sentences = missing_rows(results)
     floors: dict[str, list[str]] = {}
     for task, length, question in filter(results.at_floor, results.panels()):
         floors.setdefault(panel_name(task, question), []).append(f"{length:,}")
