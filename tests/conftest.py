@@ -63,10 +63,14 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items):
-    """Marks as quick the first fast test of every method and stored form, and of few others."""
-    seen = set()
+    """Marks as quick the first fast test of every method and stored form, and of few others.
+
+    None of them needs files that are not in the repository.
+    """
+    seen, files = set(), {"data_dir", "qwen", "gemma"}
     for item in items:
         fast = not any(map(item.get_closest_marker, ("slow", "gpu")))
+        fast = fast and files.isdisjoint(item.fixturenames)
         if fast and item.path not in seen and _is_quick(item.path):
             seen.add(item.path)
             item.add_marker(pytest.mark.quick)
@@ -172,7 +176,7 @@ def data_dir() -> Path:
     given = os.environ.get("KVJAX_TEST_DATA")
     path = Path(given) if given else ROOT.parent / "shared" / "data"
     if not path.is_dir():
-        pytest.skip(f"no test data at {path}: set KVJAX_TEST_DATA")
+        pytest.skip("needs files that CONTRIBUTING.md lists: set KVJAX_TEST_DATA to their folder")
     return path
 
 

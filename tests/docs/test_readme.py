@@ -18,7 +18,8 @@ README = Path(__file__).parents[2] / "README.md"
 TEXT = README.read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#]+)")
-INLINE = re.compile(r"`kvjax ((?:read|ask) [^`]+)`")
+WRITTEN = re.compile(r"^python -c \"(.*)\" > (\S+)", flags=re.MULTILINE)
+SHARE = re.compile(r"([\d.]+)% of the bytes")
 OPTIONS = re.compile(r"`(--method [^`]+)`")
 
 pytestmark = pytest.mark.lenient  # users have JAX's own promotion
@@ -32,7 +33,7 @@ def commands() -> list[list[str]]:
     """The commands of `kvjax` but those behind an installation, which the package's tests run."""
     lines = [line for block in blocks("sh") for line in block.splitlines()]
     found = [line.removeprefix("kvjax ") for line in lines if line.startswith("kvjax ")]
-    return [shlex.split(words) for words in [*found, *INLINE.findall(TEXT)]]
+    return [shlex.split(words) for words in found]
 
 
 def test_its_links_lead_somewhere():
@@ -47,22 +48,37 @@ def test_every_command_can_be_read():
         parser().parse_args(words)
 
 
-def test_python_runs(tmp_path, monkeypatch):
+def test_python_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     module = ModuleType("readme")
     monkeypatch.setitem(sys.modules, "readme", module)  # dataclasses look there
+    printed = []
     for number, block in enumerate(blocks("python")):
         exec(compile(block, f"README.md, block {number + 1}", "exec"), vars(module))
+        printed.append(capsys.readouterr().out)
     assert module.out.shape == (2, 4, 1, 16)  # of the attention layer
-    assert module.result.cache_bytes < module.result.full_cache_bytes
-    assert all(tokens for tokens in module.answers.tokens)
+    story = demo.document()
+    assert len(module.prompt) == 3914 and story.question in printed[0]
+    for text, answers, most in (
+        (printed[0], [story.answer], 4.0), (printed[1], [story.answer, "730215"], 10.0)
+    ):  # fmt: skip
+        assert all(answer in text for answer in answers)
+        assert float(SHARE.search(text)[1]) < most
 
 
 @pytest.mark.slow
 def test_commands_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    Path("book.txt").write_text(demo.held_out_text()[:4000])
+    ((code, file),) = WRITTEN.findall(TEXT)
+    exec(code, {})
+    Path(file).write_text(capsys.readouterr().out)
+    printed = {}
     for words in commands():
         code = main(words)
         output = capsys.readouterr()
         assert code == 0, f"kvjax {shlex.join(words)}: {output.err}"
+        printed[words[0]] = output.out
+    for command in ("generate", "ask"):
+        assert demo.document().answer in printed[command]
+    shares = [float(share) for share in re.findall(r"([\d.]+) %", printed["generate"])]
+    assert min(shares) < 4.0

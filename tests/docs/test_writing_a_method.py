@@ -29,6 +29,14 @@ def names():
     del sys.modules["page"]
 
 
+def test_the_first_method_has_twelve_lines():
+    """Its statements, without blank lines and the docstring."""
+    method = BLOCKS[0].partition("@dataclass")
+    lines = [line.strip() for line in (method[1] + method[2]).splitlines()]
+    assert len([line for line in lines if line and not line.startswith('"""')]) == 12
+    assert "## An evictor in twelve lines" in PAGE.read_text()
+
+
 CHECKS = [call for block in BLOCKS for call in CHECK.findall(block)]
 
 
