@@ -101,7 +101,7 @@ def test_methods_lists_an_imported_one(capsys, mine):
     assert main(["methods", "--import", mine, "--json"]) == 0, "it is run once"
     listed = json.loads(capsys.readouterr().out)["methods"]["mine"]
     assert listed["summary"] == "Keeps what is mine."
-    assert {"name": "sinks", "default": 1} in listed["parameters"]
+    assert {"name": "sinks", "about": "", "default": 1} in listed["parameters"]
     assert sys.modules["json"] is json
 
 

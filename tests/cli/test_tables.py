@@ -11,6 +11,7 @@ import pytest
 
 from kvjax.cli.situations import GROUPS
 from kvjax.cli.tables import Row, name_column, number_column, print_table
+from kvjax.cli.terminal import Display, print_figures
 from kvjax.registry import METHODS, STORAGE, WRAPPERS
 from tests.cli.commands import console, error, output
 
@@ -105,29 +106,64 @@ def test_every_method_has_a_situation_and_every_parameter_a_meaning(capsys):
                 assert parameter["about"], (name, parameter)
 
 
-@pytest.mark.parametrize("width", [60, 80, 100])
-def test_progress_is_not_cut(monkeypatch, width):
-    """All of a long line is there, with its bar, its share and the time that is left."""
-    monkeypatch.setenv("COLUMNS", str(width))
-    display, works, terminal = Display(), [], console(width)
+# Progress, and figures at the end
 
-    def shown(done: int, total: int | None, work: str) -> str:
-        display.show(done, total, work)
-        with terminal.capture() as capture:
-            terminal.print(*display.get_renderables())
-        return capture.get()
+RECORD = {
+    "prompt_tokens": 123_456, "new_tokens": 4_096, "ttft_s": 123.456, "tpot_s": 0.0301,
+    "compile_s": 64.3, "cache_bytes": 123_456_789, "full_cache_bytes": 1_234_567_890,
+    "memory_bytes": {"device": 23_456_789},
+}  # fmt: skip
 
-    measuring = display.measuring(24, 3)
-    monkeypatch.setattr(display, "show", lambda *x: works.append(x))
+
+def shown(display: Display, columns: int = 120) -> str:
+    screen = console(columns)
+    screen.print(display.get_renderable())
+    text = screen.export_text()
+    assert max(map(len, text.splitlines())) <= columns and "…" not in text
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_layers_that_are_read(columns):
+    display = Display(wanted=False)
+    assert display.reading(4, 1000) is None, "nothing is told where nothing is shown"
+    display.disable = False
+    on_layer = display.reading(4, 1000)
+    display.disable = True
+    display.show(0, None, "loading [the] model")
+    assert "loading" in shown(display, columns) and "%" not in shown(display, columns)
+    for layer in range(3):
+        on_layer(layer)
+    display.compiling(
+        "the prompt pass of layer 4 of 4", "chain(every(snapkv(window=16), steps=64))"
+    )
+    text = shown(display, columns)
+    assert "75%" in text, "the layers that were read stay read"
+    line = (
+        "compiling and running the prompt pass of layer 4 of 4 for chain(every(snapkv(window=16),"
+    )
+    assert line in text, "nothing is cut"
+    on_layer(3)
+    display.compiling("the decode loop")
+    assert "%" not in shown(display, columns) and "decode loop" in shown(display)
+
+
+@pytest.mark.parametrize(
+    "recall", [None, {"hit_rate": 0.5, "fetched_bytes_per_step": 12_345_678.0}]
+)
+def test_figures(capsys, recall):
+    print_figures({**RECORD, "recall": recall}, "cut by --max-new")
+    text = capsys.readouterr().err
+    assert text.startswith("123456 + 4096 tokens") and "compiled in 64.30 s" in text
+    assert "cache 123.5 MB of 1.2 GB (10.0%) · 100.0 MB of it in host memory" in text
+    assert ("50% hits · 12.3 MB fetched per token" in text) == (recall is not None)
+    assert text.endswith("cut by --max-new\n") and text.count("\n") == 1
+
+
+def test_a_profile_is_made_in_shares():
+    display = Display(wanted=False)
+    on_layer = display.measuring(24, 3)
     for layer in range(30):
-        measuring(layer % 24)
-    monkeypatch.undo()
-    done, total, work = works[-1]
-    assert (done, total) == (30, 72) and "text 2 of 3, layer 6 of 24" in work
-    for line in (
-        "compiling and running the prompt pass of layer 1 of 24 for chain(kvzip, quantize)",
-        "reading 1,719 tokens: layer 13 of 24", work,
-    ):  # fmt: skip
-        text = shown(30, 72, line)
-        assert "42%" in text and max(map(len, text.splitlines())) <= width
-        assert line in " ".join(text.split())
+        on_layer(layer % 24)
+    text = shown(display, 60)
+    assert "measuring heads, once per model: text 2 of 3, layer 6 of 24" in text and "42%" in text
