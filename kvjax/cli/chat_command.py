@@ -21,7 +21,7 @@ from kvjax.generation.context_files import check_saved, holds_context
 from kvjax.messages import did_you_mean, printable
 
 COMMANDS = ("/bytes", "/save", "/reset", "/quit")
-HELP = "/bytes says what the cache holds, /save FOLDER keeps it, /reset begins anew, /quit ends."
+HELP = "/bytes says what is held, /save FOLDER keeps it, /reset begins anew, /quit ends."
 _METHOD = "quantize"  # default of --method
 _MOST_PROMPT = 4096  # maximum tokens of the default of --max-prompt
 _MOST_NEW = 512  # default of --max-new
@@ -169,8 +169,9 @@ class Chat:
         elif command == "/save":
             self._save(argument)
         else:
-            said = f"{printable(command, 40)} is no command{did_you_mean(command, COMMANDS)}"
-            print_line(f"{said}\n{HELP} A space before the line sends it to the model.", "dim")
+            name, hint = printable(command, 40), did_you_mean(command, COMMANDS)
+            print_line(f"{name} is no command, but with a space before it a turn{hint}", "dim")
+            print_line(HELP, "dim")
 
     def say(self, text: str, interrupts: Interrupts) -> None:
         """Takes a turn of the user, and prints the answer as it is written.

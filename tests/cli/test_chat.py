@@ -13,6 +13,7 @@ import sys
 import pytest
 
 import kvjax
+from kvjax.cli.chat_command import HELP
 from kvjax.cli.lines import LEAVING
 from kvjax.cli.main import main
 from kvjax.cli.templates import Dialogue
@@ -69,7 +70,8 @@ def test_a_form_that_takes_no_more_and_loses_nothing_is_named(chat):
 def test_commands_of_the_conversation(chat):
     out, err = chat("/byte", " /quit ", "never said")
     assert out == ""
-    assert err.startswith("/byte is no command; did you mean /bytes?\n/bytes says ")
+    assert err.startswith("/byte is no command, ") and "; did you mean /bytes?\n" in err
+    assert err.endswith(f"{HELP}\n") and len(HELP) <= 80 and len(LEAVING) <= 80
     assert chat() == ("", "")
 
 
