@@ -72,11 +72,17 @@ class Tracer:
     def run(self, program: str, key: Hashable, function: Any, *args: Any) -> Any:
         """Traces `function`, unless that has been done for `key`, and returns abstract arrays."""
         if key not in self._results:
-            traced = function.trace(*args)
+            # Of an array, JAX looks at its layout and its devices as well, which takes longer.
+            traced = function.trace(*jax.tree.map(_abstract, args))
             self._results[key] = jax.tree.unflatten(traced.out_tree, traced.jaxpr.out_avals)
         return self._results[key]
 
     compile = run
+
+
+def _abstract(x: Any) -> Any:
+    """Returns the abstract value of an array, and anything else as it is."""
+    return jax.typeof(x) if isinstance(x, jax.Array) else x
 
 
 Programs = Compiler | Tracer  # runs functions, or finds out what they would return
