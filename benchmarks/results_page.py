@@ -5,9 +5,12 @@
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`; what is between is replaced. It is
 made from the folder NAME of `kvjax eval`, from the rows of `NAME.json`, or from the records of
 `device.py`; `NAME where REGEX` has those of its lines in which the expression is found. Figures of
-methods on SmolLM2 at 2,048 tokens stand between `<!-- PANEL: METHOD BUDGET; ... -->` and
-`<!-- / -->`, where PANEL is `inside` or `after` (needles found, by where the question is) or `nats`
-(lost per token). `--check` changes nothing and fails where a page is not what the files say.
+methods on SmolLM2 at 2,048 tokens stand between `<!-- PANEL: METHOD BUDGET; ... -->` and `<!-- /
+-->`, where PANEL is `inside` or `after` (needles found, by where the question is) or `nats` (lost
+per token). Any other figure stands between `<!-- figure: NAME TEXT -->` and `<!-- / -->`. TEXT has
+expressions of Python in braces, with a format behind a colon, over what `NAME.json` has by name.
+`row(method="h2o")` is the one row of its lists with these values; of a folder of `kvjax eval`, it
+is a method on one task. `--check` changes nothing and fails where a page is not what the files say.
 """
 
 from __future__ import annotations
@@ -31,10 +34,10 @@ HOME = Path(__file__).resolve().parents[1]
 FOLDER = HOME / "benchmarks" / "results"
 METHODS = HOME / "docs" / "methods"
 RESULTS = HOME / "docs" / "results"
-GPU = HOME / "docs" / "guides" / "gpu.md"
 PAGES = (
-    HOME / "README.md", HOME / "RESULTS.md", GPU, *METHODS.glob("*.md"), *RESULTS.glob("*.md"),
-)  # fmt: skip
+    *(HOME / name for name in ("README.md", "RESULTS.md", "models/demo/README.md")),
+    *(HOME / "docs").rglob("*.md"),
+)
 CHOSEN = (
     "full", "streaming_llm", "h2o", "snapkv", "chelsea", "kvmerger", "kvcrush(snapkv)", "spindlekv",
     "clusterkv", "quest", "infinigen", "quantize", "chain(quantize, clusterkv)",
@@ -77,6 +80,8 @@ FIRST = {
 
 TABLE = re.compile(r"(?s)(<!-- table: (\w+)(?: where ([^\n]+))? -->)\n.*?<!-- end -->")
 FIGURES = re.compile(r"<!-- (inside|after|nats): (.*?) -->.*?<!-- / -->")
+FIGURE = re.compile(r"<!-- figure: (\w+) (.*?) -->(.*?)<!-- / -->")
+EXPRESSION = re.compile(r"\{(.*?)(?::([^{}:]*))?\}")
 NEEDLE, LOSS, ATTENTION = "niah_single_2", "perplexity", "attention"
 
 
@@ -175,6 +180,53 @@ def figures(measured: str, methods: str, results: Sequence[Results]) -> str:
     wanted = (text.rpartition(" ") for text in methods.split("; "))
     names = [f"`{method}` {last}" if method else f"`{last}`" for method, _, last in wanted]
     return "; ".join(f"{each}: {found[each]}" for each in names)
+
+
+class Fields(dict):
+    """A JSON object whose members are attributes too."""
+
+    __getattr__ = dict.__getitem__
+
+
+def fields(row: Row) -> Fields:
+    """What a figure may say of a method on one task."""
+    full, cases = row.method == "full", row.score.cases
+    of_loss = {"nats": row.score.mean, "lost": 0.0 if full else row.difference.mean}
+    of_answers = {"right": round(row.score.mean * cases), "percent": 100 * row.score.mean}
+    about = {
+        name: getattr(row, name) for name in ("task", "length", "question", "method", "budget")
+    }
+    measured = of_loss if row.task == LOSS else of_answers
+    return Fields(**about, cases=cases, share=row.share, **measured)
+
+
+def values(name: str, folders: dict[str, Results]) -> dict[str, Any]:
+    """The names of a file or folder of results, for the expressions of a figure."""
+    if name in folders:
+        content, rows = {}, [fields(row) for row in folders[name].rows() if row.score is not None]
+    else:
+        text = (FOLDER / f"{name}.json").read_text()
+        content = json.loads(text, object_hook=Fields)
+        lists = (value for value in content.values() if isinstance(value, list))
+        rows = [row for value in lists for row in value if isinstance(row, dict)]
+
+    def row(**wanted: object) -> Fields:
+        found = [each for each in rows if wanted.items() <= _plain(each).items()]
+        if len(found) != 1:
+            raise ValueError(f"{name} has {len(found)} rows with {wanted}")
+        return found[0]
+
+    return {**content, "row": row}
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if not isinstance(value, list | dict)}
+
+
+def figure(name: str, text: str, folders: dict[str, Results]) -> str:
+    """The text of a figure, with what its expressions are."""
+    names = values(name, folders)
+    return EXPRESSION.sub(lambda match: format(eval(match[1], names), match[2] or ""), text)
 
 
 def first(results: Sequence[Results]) -> str:
@@ -384,9 +436,8 @@ def flat(rows: Any) -> Iterator[dict[str, Any]]:
             yield alone
 
 
-def tables() -> tuple[list[Results], dict[str, str]]:
+def tables(folders: dict[str, Results]) -> tuple[list[Results], dict[str, str]]:
     """What was measured on SmolLM2 at 2,048 tokens, and every table of methods by its name."""
-    folders = {path.parent.name: read_results(path.parent) for path in FOLDER.rglob("cells.jsonl")}
     measured = [folders["needles"], folders["perplexity"]]
     return measured, {
         **{folder: scores([results]) for folder, results in folders.items()},
@@ -405,7 +456,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing")
     args = parser.parse_args()
-    measured, made = tables()
+    folders = {path.parent.name: read_results(path.parent) for path in FOLDER.rglob("cells.jsonl")}
+    measured, made = tables(folders)
 
     def replaced(match: re.Match[str]) -> str:
         marker, name, where = match.groups(default="")
@@ -416,9 +468,13 @@ def main() -> None:
     def figured(match: re.Match[str]) -> str:
         return f"<!-- {match[1]}: {match[2]} -->{figures(match[1], match[2], measured)}<!-- / -->"
 
+    def computed(match: re.Match[str]) -> str:
+        text = figure(match[1], match[2], folders)
+        return f"<!-- figure: {match[1]} {match[2]} -->{text}<!-- / -->"
+
     for path in PAGES:
         before = path.read_text(encoding="utf-8")
-        after = FIGURES.sub(figured, TABLE.sub(replaced, before))
+        after = FIGURE.sub(computed, FIGURES.sub(figured, TABLE.sub(replaced, before)))
         if args.check and before != after:
             sys.exit(f"{path.relative_to(HOME)} is not what the results say: run this script")
         path.write_text(after, encoding="utf-8")

@@ -71,9 +71,8 @@ def with_peak(run: Callable[[], T]) -> tuple[T, int | None]:
 def drop_compiled_code() -> None:
     """Drops compiled code if this process has half of the machine's memory, or half of its maps.
 
-    On a CPU, the code of a decode loop through 30 layers takes some 100 MB, so that a comparison of
-    many methods fills the memory with code. With a compilation cache, dropped code is read again,
-    which takes a second or two.
+    On a CPU, the code of a decode loop through many layers takes much memory, so that a comparison
+    of many methods fills it with code. With a compilation cache, dropped code is read again.
     """
     total = _read_table(_MEMORY, "MemTotal")
     used = _read_table(_STATUS, "VmRSS")

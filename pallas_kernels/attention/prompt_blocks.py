@@ -342,11 +342,11 @@ class _Blocks(NamedTuple):
     def where_masked(self, i, j, mask: Callable[[Array, T], T], x: T) -> T:
         """Returns `mask(j, x)` if queries i do not see slots j as they are, else x.
 
-        It is a loop of 0 or 1 times: a condition was a little slower on CPU (58 ms, not 57, in one
-        run). The loop adds its counter, 0, to j: XLA computes all that does not depend on the
-        counter before the loop, and so would make the masks of all blocks. Where all queries are
-        one block, it would save little and takes longer to compile; elsewhere than on CPUs the host
-        would wait for its length. There all blocks are masked.
+        It is a loop of 0 or 1 times: a condition was a little slower on CPU. The loop adds its
+        counter, 0, to j: XLA computes all that does not depend on the counter before the loop, and
+        so would make the masks of all blocks. Where all queries are one block, it would save little
+        and takes longer to compile; elsewhere than on CPUs the host would wait for its length.
+        There all blocks are masked.
         """
         if self.is_masked is None:
             return mask(j, x)

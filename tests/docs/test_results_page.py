@@ -1,7 +1,9 @@
-"""Every table of measurements in the pages is what the folders of results say."""
+"""Every measured figure in the pages is what the files of results say."""
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +11,118 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    path
+    for path in (
+        *ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("models/*/README.md"),
+        *ROOT.glob("notebooks/README.md"),
+    )
+    if path.name not in ("CHANGELOG.md", "gpu.md")
+)  # fmt: skip
+CHECKED = re.compile(
+    r"^```.*?^```|`[^`\n]*`|<!-- table: .*?<!-- end -->|<!-- \w+: [^\n]*?<!-- / -->|\]\([^)]*\)",
+    re.MULTILINE | re.DOTALL,
+)
+"""What is run, and what `results_page.py` writes."""
+NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?"
+NUMBERS = rf"{NUMBER}(?:(?: to | and | or | / |, ){NUMBER})*"
+SETTING = re.compile(
+    rf"arXiv {NUMBER}|(?:Python|JAX) {NUMBERS}|[Bb]udgets? (?:of )?{NUMBERS}(?: %)?"
+    rf"|reserves? of {NUMBERS}(?: %)?|\bat {NUMBER} %|95 % (?:Wilson|intervals)"
+)
+"""Names of papers and versions, and what a method or a study was given."""
+MEASURED = re.compile(
+    rf"{NUMBERS} ?(?:%|(?:ms|s|MB|GB|TB|nats|times|seconds|minutes|hours)\b)"
+    rf"|{NUMBER} of (?:the )?{NUMBER}|(?<![\d.])\d+\.\d\d+(?![\d.])"
+)
+PUBLISHED = "## What larger models reach"  # a section of RESULTS.md, with the source of each figure
+EXCEPTIONS = {
+    "README.md": {"8 bits are 53 %": "follows from sizes: a byte and a share of a scale"},
+    "RESULTS.md": {
+        "more than 5 %": "a limit of the script",
+        "19.6\nhours of processes": "seconds of commands.json",
+        "15.9 for everything, and 3.7": "seconds of commands.json",
+    },
+    "docs/design/evaluation.md": {"0.05 above the score": "a limit of the code"},
+    "docs/design/generation.md": {"0 times NaN": "a product"},
+    "docs/design/methods.md": {
+        "8.5 %": "follows from the budgets' formula", "21 %": "the same",
+        "4 % and 11 %": "the same", "16 % and 20 %": "the same",
+    },
+    "docs/guides/choosing.md": {"4 to 8 %": "published", "14 to 29 %": "published"},
+    "docs/guides/devices.md": {"8 devices of 80 GB": "a setting"},
+    "docs/results/smollm2.md": {"Intervals are 95 %": "how they are computed"},
+    "docs/results/studies.md": {"the last 64 of 1,024": "a setting"},
+    "models/demo/README.md": {"2.2 MB": "the size of a file that is here"},
+    "notebooks/README.md": {"98 MB": "the size of another package's file"},
+}  # fmt: skip
+"""Figures without a mark, with the reason."""
+IN_DOCSTRINGS = re.compile(
+    rf"{NUMBERS} ?(?:%|(?:ms|s|MB|GB|TB|nats)\b|times (?:as|what|longer|faster|slower)\b)"
+)
+DOCSTRINGS = {
+    "kvjax/evaluation/cells/estimates.py": {"95 %": "how intervals are computed"},
+    "kvjax/storage/codebook/transform.py": {"40 to 50 %": "the paper's"},
+    "kvjax/transforms/pyramidkv.py": {
+        "8.5 %": "follows from the budgets' formula", "21 %": "the same",
+    },
+    "pallas_kernels/grouping/greedy_cover.py": {
+        "8.6 GB": "follows from sizes", "32 times as": "the same",
+    },
+}  # fmt: skip
+"""Figures in docstrings, which have no marks, with the reason."""
 
 
 @pytest.mark.slow
-def test_tables_are_those_of_the_results():
+def test_tables_and_figures_are_those_of_the_results():
     command = [sys.executable, ROOT / "benchmarks" / "results_page.py", "--check"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def unmarked(page: Path) -> list[str]:
+    """Figures that look measured and are not made from a file, each with its line."""
+    text = CHECKED.sub(lambda match: "\n" * match[0].count("\n"), page.read_text("utf-8"))
+    before, section, after = text.partition(PUBLISHED)
+    if section:
+        after = "\n" * after.partition("\n## ")[0].count("\n") + after.partition("\n## ")[2]
+    text = before + after
+    for snippet in EXCEPTIONS.get(str(page.relative_to(ROOT)), {}):
+        assert snippet in text, f"{snippet!r} is no longer there"
+        text = text.replace(snippet, "\n" * snippet.count("\n"))
+    lines = SETTING.sub("", text).splitlines()
+    return [f"{line.strip()}: {m[0]}" for line in lines for m in MEASURED.finditer(line)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_figures_in_prose_are_made_from_files(page):
+    assert unmarked(page) == []
+
+
+def test_an_unmarked_figure_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(
+        "A step takes 0.56 of the time, 3.1 ms, 2.9 times as long, and finds 49 of 50, 7 % more.\n"
+        "At a budget of 20 % (arXiv 2306.14048): `0.56`, <!-- figure: a {x:.2f} -->0.56<!-- / -->."
+    )
+    found = [line.rpartition(": ")[2] for line in unmarked(page)]
+    assert found == ["0.56", "3.1 ms", "2.9 times", "49 of 50", "7 %"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_mark_begins_a_line_of_prose(page):
+    """A comment at the beginning of a line ends a paragraph."""
+    assert re.findall(r"^<!-- (?:figure|inside|after|nats):.*", page.read_text("utf-8"), re.M) == []
+
+
+@pytest.mark.parametrize("room", ["kvjax", "pallas_kernels", "models"])
+def test_docstrings_leave_measured_figures_to_the_pages(room):
+    for file in sorted((ROOT / room).rglob("*.py")):
+        name = str(file.relative_to(ROOT))
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                continue
+            text = re.sub(r">>>.*|`[^`\n]*`", "", ast.get_docstring(node) or "")
+            found = set(IN_DOCSTRINGS.findall(SETTING.sub("", text)))
+            assert found <= set(DOCSTRINGS.get(name, {})), name

@@ -67,13 +67,8 @@ class Quantize(KVTransform):
       rotate: True rotates keys and values, "values" values alone, False neither. Keys in groups of
         slots are never rotated. Neither are keys that a part of the chain stores without RoPE
         (`StreamingLLM(reposition=True)`), since RoPE while attending needs the original channels;
-        these have no mean, and one scale for both channels of a pair. The default is True: with
-        keys relative to their channels and rotated, errors of attention outputs on SmolLM2-135M,
-        Qwen2.5-Coder-0.5B and Gemma 3 270M are 0.008, 0.009 and 0.009 with 8 bits (0.017, 0.047 and
-        0.031 where rows are rounded as they are), 0.040, 0.040 and 0.034 with float8 (0.045, 0.088
-        and 0.040), and 0.105, 0.117 and 0.102 with 4 in groups of channels (0.140, 0.280 and
-        0.151). In groups of slots they are 0.081, 0.084 and 0.072; rotated keys would make them
-        0.084, 0.124 and 0.090.
+        these have no mean, and one scale for both channels of a pair. The default is True, since
+        errors of attention outputs were smaller with it in three models (RESULTS.md, "Rotation").
 
     Raises:
       TypeError, ValueError: a number out of range; bits or an axis that is not offered; an option

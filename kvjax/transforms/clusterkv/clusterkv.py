@@ -52,14 +52,9 @@ class ClusterKV(Recall):
     Slots are stored cluster by cluster. So a cluster is a range of slots, and the list of slots
     follows from prefix sums over cluster sizes.
 
-    The defaults come from measurements on SmolLM2-135M. Of 15 needles in 1,024 tokens, the full
-    cache finds 13. With the defaults it is 13 too at a budget of 0.05, whether the question was
-    compressed with the rest or came afterwards. With 16 tokens per cluster it is 9, and with the
-    paper's 80 it is 8 at a budget of 0.2, for a choice per KV head and per query head alike. At
-    2,048 tokens of WikiText and a budget of 0.1, the relative error of attention outputs is 0.15
-    with 8 tokens per cluster and 0.19 with 16. With the mean of a group it is 0.18 and 0.21, with a
-    choice per query head 0.12 and 0.16. With 16 tokens per cluster and a budget of 0.1, 5 rounds of
-    k-means find as many needles as 20.
+    The defaults come from measurements on SmolLM2-135M (RESULTS.md, "ClusterKV's clusters"):
+    clusters of fewer tokens than the paper's find more needles, and have a smaller error, as has
+    the largest score of a group beside its mean; few rounds of k-means find as many as many do.
 
     Args:
       budget: slots to attend to per KV head, sinks included; generated tokens that are not yet
@@ -381,9 +376,8 @@ class ClusterKV(Recall):
     def _likely(self, cache: KVCache) -> int:
         """Returns a number of clusters that fills a list in nearly all steps.
 
-        If all clusters had the mean size, it would be the budget divided by that size. SmolLM2,
-        after 2,048 and 4,000 tokens, needed at most 1.56 times as many where this quotient is 20 to
-        40 (a budget of 0.1), and 1.37 times as many where it is 51 to 100 (a budget of 0.2).
+        If all clusters had the mean size, it would be the budget divided by that size. SmolLM2
+        needed up to about half as many again, and relatively more where there are few.
         """
         if self.clusters is not None:
             return most_slots(self.budget, cache.max_prompt, self.minimum)
