@@ -396,6 +396,27 @@ def speed(rows: Sequence[dict[str, Any]]) -> str:
     ])  # fmt: skip
 
 
+def retrieval(answers: Sequence[dict[str, Any]]) -> str:
+    """Right answers of the bundled model by kind of question, with intervals, by length."""
+    known = answers[0]["question"]
+    kinds = {
+        ("needle", True): "one needle",
+        ("multi_needle", True): "eight needles, one is asked for",
+        ("key_value", True): "a list of 32 keys and values",
+        ("chain", True): "a chain of two",
+        ("multi_needle", False): "eight needles in a wording that it never saw",
+    }
+    figures: dict[str, dict[int, str]] = {}
+    for row in answers:
+        mean, low, high = (100 * value for value in (row["right"], *row["interval"]))
+        kind = kinds[row["task"], row["question"] == known]
+        shown = f"{mean:.1f} % ({low:.1f} to {high:.1f})"
+        figures.setdefault(kind, {})[row["length"]] = shown
+    lengths = list(dict.fromkeys(row["length"] for row in answers))
+    lines = [[kind, *(of_kind[length] for length in lengths)] for kind, of_kind in figures.items()]
+    return markdown(["", *(f"{length:,} tokens" for length in lengths)], lines)
+
+
 KVZIP = kvzip_answers, kvzip_positions, kvzip_times
 """The tables of `vs_kvpress_kvzip.py`."""
 
@@ -410,6 +431,8 @@ def table(file: str) -> str:
     content = read(file)
     if file.startswith("vs_kvpress"):
         return kvpress(content["rows"])
+    if file.startswith("demo_model"):
+        return retrieval(content["answers"])
     if file.startswith("bench"):
         return speed(content["results"])
     rows = list(flat(content.get("rank_correlation", content.get("rows"))))
