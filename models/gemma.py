@@ -50,7 +50,11 @@ def gemma2_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def gemma3_text_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Reads a `Gemma3ForCausalLM` configuration from the content of its `config.json`."""
+    """Reads a `Gemma3ForCausalLM` configuration from the content of its `config.json`.
+
+    `rope_parameters` without layer types means what `rope_scaling` means: it applies to the layers
+    without a window. `transformers` 5.24 ignores its type and factor there.
+    """
     refuse(raw, {"attn_logit_softcapping": None})
     period = read_size(raw, "sliding_window_pattern", 6)
     local_theta = ("rope_local_base_freq", 10_000.0)

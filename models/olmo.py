@@ -47,6 +47,8 @@ def olmo3_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
     A `rope_theta` beside `rope_scaling` applies to all layers, as in the model's original code.
     `transformers` 5.24 uses its default, that of the published models, for layers with a window.
+    `"truncate": false` is read from the object of a layer type too, where `transformers` 5.24 does
+    not look for it.
     """
     local_theta = ("rope_theta", 500_000.0)
     return olmo2_config(

@@ -16,8 +16,7 @@ from kvjax.cli.inputs import check_text, read_text
 from kvjax.cli.opened import OpenedModel, check_counts
 from kvjax.cli.tables import Row, name_column, number_column, print_table
 from kvjax.cli.templates import Dialogue
-from kvjax.cli.terminal import Display, print_dropped
-from kvjax.evaluation.cells import grid
+from kvjax.cli.terminal import Display, print_dropped, print_line
 from kvjax.evaluation.diagnosis.diagnosis import (
     BUDGETS,
     ERROR,
@@ -60,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="whether the question is compressed with the text, or asked afterwards (default: "
         "inside)")  # fmt: skip
     options.add_template(parser, "the text")
-    options.add_methods(parser, grid.METHODS, full=False)
+    options.add_methods(parser, None, full=False)
     options.add_budgets(parser, BUDGETS)
     parser.add_argument("--error", metavar="E", type=float, default=ERROR,
         help="largest relative error of the recommended cache (default: "
@@ -75,7 +74,7 @@ def run(args: argparse.Namespace) -> None:
     """Runs `kvjax diagnose`: prints a table and draws pictures, or prints one JSON object."""
     check_counts(args, "new")
     check_number("--error", args.error, 0.0)
-    candidates = grid_of(args.methods, args.budgets)
+    candidates = () if args.methods is None else grid_of(args.methods, args.budgets).candidates
     out = None if args.out is None else Path(args.out)
     if out is not None:
         extra_module("matplotlib", "eval", "pictures")
@@ -85,7 +84,7 @@ def run(args: argparse.Namespace) -> None:
         opened = OpenedModel(args.model, display)
         dialogue = opened.dialogue(args)
         prompt, question = _turns(dialogue, args, text)
-        for candidate in candidates.candidates:
+        for candidate in candidates:
             opened.bind(candidate.transform)
         check_prompts(opened.config, [[*prompt, *question]], (Full(),), args.new)
         model = opened.load(args)
@@ -112,6 +111,8 @@ def run(args: argparse.Namespace) -> None:
         print(f"Files: {out}/{', '.join(pictures)}")
     for finding in diagnosis.findings:
         print_dropped(finding.name, finding.dropped)
+    for method, reason in diagnosis.left_out.items():
+        print_line(f"{method} was left out: {reason}", "dim")
 
 
 def _turns(dialogue: Dialogue, args: argparse.Namespace, text: str) -> tuple[list[int], list[int]]:
@@ -162,9 +163,15 @@ def _cells(finding: Finding) -> list[str]:
 
 def _recommendation(diagnosis: Diagnosis, best: Finding | None, error: float) -> str:
     if best is not None:
-        return (
+        recommended = (
             f"The smallest cache with an error of no more than {error:g}: {best.name}, "
             f"{best.share:.1%} of the full cache with an error of {best.error:.3f}."
+        )
+        if best.error <= ERROR:
+            return recommended
+        return (
+            f"{recommended} Attention outputs then differ by {best.error:.0%} of their length, and "
+            f"answers may be lost: the default is {ERROR:g}."
         )
     smaller = (finding for finding in diagnosis.findings if finding.share < 1)
     least = min(smaller, key=lambda finding: finding.error, default=None)

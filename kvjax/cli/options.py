@@ -133,13 +133,16 @@ def add_list(
 ) -> None:
     """Adds an option whose help ends with its default."""
     default_text = ",".join(map(str, default)) if isinstance(default, tuple) else default
+    default_text = "all that suit the model" if default is None else default_text
     help_text = f"{about} (default: {default_text})"
     parser.add_argument(
         *names, metavar=metavar, type=value_type, default=default, help=help_text, **rest
     )
 
 
-def add_methods(parser: argparse.ArgumentParser, default: tuple[str, ...], full: bool) -> None:
+def add_methods(
+    parser: argparse.ArgumentParser, default: tuple[str, ...] | None, full: bool
+) -> None:
     """Adds the option of methods; `full` means that the full cache is always among them."""
     about = "methods of `kvjax methods` and compositions between commas, or all"
     add_list(parser, "--method", "--methods", value_type=method_list, default=default,

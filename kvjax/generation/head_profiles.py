@@ -70,8 +70,9 @@ def calibrate_heads(
 
     Args:
       model: as for `kvjax.generate`.
-      transform: a method that keeps the tokens with the highest scores at a prompt's end, such as
-        `KVzip`, `SnapKV` and `H2O`, or its text as in `kvjax.generate`. Its budget does not matter.
+      transform: a method that keeps the tokens with the highest scores at a prompt's end and
+        leaves new tokens alone, such as `KVzip` and `SnapKV`, or its text form. Its budget does not
+        matter.
       sample: token ids of some texts, of a thousand tokens or more.
       repetition: how the texts are repeated, if the method looks at that.
       on_layer: called with the number of each layer once it has read a text, text after text.

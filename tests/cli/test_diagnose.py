@@ -55,6 +55,7 @@ def test_the_table_recommends(capsys, tinystories, file):
     assert "streaming_llm" in found and "inside what is compressed" in " ".join(found.split())
     said = " ".join(found.split())
     assert "The smallest cache with an error of no more than 10: streaming_llm 16," in said
+    assert "% of their length, and answers may be lost: the default is 0.1." in said
     found = " ".join(output(capsys, *args, "--error", "1e-9").split())
     assert "No cache smaller than the full one has an error of no more than 1e-09." in found
     assert "The least error is " in found

@@ -281,6 +281,14 @@ def test_olmo3_stretches_the_layers_without_a_window_alone(read):
     assert (config.rope.type, config.rope.theta, config.max_positions) == ("yarn", 1e5, 128)
 
 
+def test_olmo3_reads_truncate_from_the_object_of_a_layer_type(read):
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
+    for truncate in (True, False):
+        of_types = {FULL: {**yarn, "truncate": truncate}, SLIDING: {"rope_type": "default"}}
+        config = read({**SIZES, "model_type": "olmo3", "rope_parameters": of_types})
+        assert config.rope.truncate is truncate and config.layer(0).rope.type == "default"
+
+
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 8192}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0,

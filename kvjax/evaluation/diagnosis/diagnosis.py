@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
 from kvjax.cache.nbytes import memory_bytes
 from kvjax.checks import check_choice, check_number
+from kvjax.compose.bind import bind
 from kvjax.devices import automatic
-from kvjax.evaluation.cells.grid import METHODS, Candidate, Grid
+from kvjax.evaluation.cells.grid import Candidate, Grid
 from kvjax.evaluation.fidelity.fidelity import Fidelity, check_run, judge
 from kvjax.evaluation.fidelity.full_run import FullRun
 from kvjax.generation.calibration import CALIBRATION_TOKENS, calibrated
@@ -20,12 +21,15 @@ from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.repetition import Repetition
 from kvjax.messages import brief
 from kvjax.protocol import KVTransform
+from kvjax.registry import METHODS, parse
 
 Rows = Sequence[Sequence[int]]
 Where = Literal["inside", "after"]
 BUDGETS = (0.1, 0.2, 0.5)
 NEW_TOKENS = 8
 ERROR = 0.1
+COMPOSED = "by_head(kvzip)", "kvcrush(snapkv)", "cam(streaming_llm)", "quantize"
+"""Compositions that are considered beside the methods that run by themselves."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,7 @@ class Diagnosis:
       prompt_tokens, question_tokens: totals over all rows. Tokens of a question inside count as
         question tokens too.
       new_tokens: number of decode steps that errors are averaged over.
+      left_out: methods of the default that these budgets or this model do not suit → the reason.
     """
 
     findings: tuple[Finding, ...]
@@ -89,6 +94,7 @@ class Diagnosis:
     prompt_tokens: int
     question_tokens: int
     new_tokens: int
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     def smallest(self, error: float = ERROR) -> Finding | None:
         """Returns the smallest cache with at most this error; the lower error decides a tie.
@@ -118,6 +124,7 @@ class Diagnosis:
             "findings": [finding.as_json() for finding in self.findings],
             "wanted_error": error,
             "recommended": None if best is None else best.candidate.named(),
+            "left_out": dict(self.left_out),
         }
 
 
@@ -128,7 +135,7 @@ def diagnose(
     questions: Rows,
     *,
     where: Where = "inside",
-    methods: Sequence[str] = METHODS,
+    methods: Sequence[str] | None = None,
     budgets: Sequence[int | float] = BUDGETS,
     new_tokens: int = NEW_TOKENS,
     repetition: Repetition | None = None,
@@ -146,7 +153,9 @@ def diagnose(
       questions: token ids that follow each prompt.
       where: whether the questions are compressed with the prompts (`"inside"`), or follow as a
         further turn after compression (`"after"`), when methods could not take them into account.
-      methods: names and compositions for `kvjax.parse`. `full` is always added.
+      methods: names and compositions for `kvjax.parse`. `full` is always added. None: every method
+        that runs by itself, those of `kvjax.register` included, and `COMPOSED`, but for those that
+        the budgets or the model do not suit, which are `left_out`.
       budgets: budgets for every method that takes one.
       new_tokens: number of decode steps to average over.
       repetition: as in `kvjax.read`.
@@ -175,6 +184,12 @@ def diagnose(
     """
     check_choice("where", where, ("inside", "after"))
     functional = as_functional(model)
+    left_out: dict[str, str] = {}
+    if methods is None:
+        methods = suitable(functional.num_layers, budgets, left_out)
+        optional = set(methods)
+    else:
+        optional = set()
     candidates = grid_of(methods, budgets).candidates
     transforms = [candidate.transform for candidate in candidates]
     check_run(functional, transforms, prompts, questions, new_tokens)
@@ -185,13 +200,21 @@ def diagnose(
     report(0, total, f"reading {sum(lengths):,} tokens")
     sample = [row[:CALIBRATION_TOKENS] for row in compressed]
     calibrate = calibrate or (lambda tx: calibrated(tx, model, sample, repetition=repetition))
-    transforms = [calibrate(tx) for tx in transforms]
+    calibrations: list[tuple[Candidate, KVTransform]] = []
+    for candidate in candidates:
+        try:
+            calibrations.append((candidate, calibrate(candidate.transform)))
+        except (TypeError, ValueError) as error:
+            if candidate.method not in optional:
+                raise
+            left_out[candidate.method] = str(error)
+    transforms = [transform for _, transform in calibrations]
     run = FullRun(
         functional, compressed, transforms, new_tokens=new_tokens, questions=following,
         repetition=repetition,
     )  # fmt: skip
     findings = []
-    for done, (candidate, transform) in enumerate(zip(candidates, transforms, strict=True), 1):
+    for done, (candidate, transform) in enumerate(calibrations, 1):
         report(done, total, candidate.name)
         context = run.context(transform)
         finding = Finding(
@@ -200,7 +223,36 @@ def diagnose(
         )  # fmt: skip
         findings.append(finding)
     report(total, total, "done")
-    return Diagnosis(tuple(findings), where, lengths[0], lengths[1], new_tokens)
+    return Diagnosis(tuple(findings), where, lengths[0], lengths[1], new_tokens, left_out)
+
+
+def suitable(
+    num_layers: int, budgets: Sequence[int | float], left_out: dict[str, str]
+) -> tuple[str, ...]:
+    """Returns the methods that are considered by default, without those that cannot be bound.
+
+    Args:
+      num_layers: of the model.
+      budgets: as in `diagnose`.
+      left_out: gets the other methods and what they were refused for.
+
+    Example:
+      >>> from kvjax.evaluation.diagnosis.diagnosis import suitable
+      >>> left_out = {}
+      >>> methods = suitable(2, [64], left_out)
+      >>> "kvzip" in methods, "infinigen" in methods, list(left_out)
+      (True, True, ['by_head(kvzip)'])
+    """
+    methods = []
+    for method in (*METHODS, *COMPOSED):
+        try:
+            for budget in budgets:
+                bind(parse(method, budget), num_layers)
+        except (TypeError, ValueError) as error:
+            left_out[method] = str(error)
+        else:
+            methods.append(method)
+    return tuple(methods)
 
 
 def grid_of(methods: Sequence[str], budgets: Sequence[int | float]) -> Grid:

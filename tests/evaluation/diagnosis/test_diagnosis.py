@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax import ByHead, CaM, KVCrush, Quantize
+from kvjax.compose.walks import walk
 from kvjax.evaluation import Diagnosis, Fidelity, Finding, diagnose, measure_fidelities
 from kvjax.evaluation.cells.grid import Candidate
-from kvjax.evaluation.diagnosis import plots
+from kvjax.evaluation.diagnosis import diagnosis, plots
+from kvjax.evaluation.diagnosis.diagnosis import suitable
+from kvjax.registry import METHODS
 from tests.evaluation.fidelity.test_fidelity import KV_HEADS, LAYERS, PROMPTS, QUESTIONS, tiny_model
 from tests.support.tolerances import close
 
@@ -107,6 +111,36 @@ def test_fidelity_and_bytes(where):
     assert found.findings[0].error == pytest.approx(0, abs=1e-5)
 
 
+def test_every_method_is_considered_by_default():
+    """Methods of one's own included; those that do not suit are named with the reason."""
+    left_out: dict[str, str] = {}
+    methods = suitable(2, [0.25], left_out)
+    classes = {type(part) for method in methods for part in walk(kvjax.parse(method, 0.25))}
+    assert left_out == {} and classes >= {*METHODS.values(), ByHead, CaM, KVCrush, Quantize}
+    assert "by_head(kvzip)" not in suitable(2, [16], left_out)
+    assert "share of the tokens" in left_out["by_head(kvzip)"]
+
+
+def test_methods_that_do_not_suit_the_model_are_left_out(monkeypatch):
+    monkeypatch.setattr(diagnosis, "suitable", lambda *_: ("full", "streaming_llm", "infinigen"))
+
+    def calibrate(transform):
+        if isinstance(transform, kvjax.InfiniGen):
+            raise ValueError("the model does not show its queries")
+        return transform
+
+    found = diagnose(
+        tiny_model(), PROMPTS, QUESTIONS, budgets=[16], new_tokens=2, calibrate=calibrate
+    )
+    assert [one.candidate.method for one in found.findings] == ["full", "streaming_llm"]
+    assert found.as_json()["left_out"] == {"infinigen": "the model does not show its queries"}
+    with pytest.raises(ValueError, match="does not show its queries"):
+        diagnose(
+            tiny_model(), PROMPTS, QUESTIONS, methods=["infinigen"], budgets=[16], new_tokens=2,
+            calibrate=calibrate,
+        )  # fmt: skip
+
+
 def test_progress_and_json_are_complete():
     found = diagnosed("inside")
     names = [
@@ -117,7 +151,7 @@ def test_progress_and_json_are_complete():
     record = json.loads(json.dumps(found.as_json(0.5), allow_nan=False))
     assert record.keys() == {
         "question", "prompt_tokens", "question_tokens", "new_tokens", "findings",
-        "wanted_error", "recommended",
+        "wanted_error", "recommended", "left_out",
     }  # fmt: skip
     assert record["wanted_error"] == 0.5
     for own, one in zip(record["findings"], found.findings, strict=True):
