@@ -113,7 +113,8 @@ def test_an_unmarked_figure_is_found(tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_no_mark_begins_a_line_of_prose(page):
     """A comment at the beginning of a line ends a paragraph."""
-    assert re.findall(r"^ *<!-- (?:figure|inside|after|nats):.*", page.read_text("utf-8"), re.M) == []
+    text = page.read_text("utf-8")
+    assert re.findall(r"^ *<!-- (?:figure|inside|after|nats):.*", text, re.MULTILINE) == []
 
 
 @pytest.mark.parametrize("room", ["kvjax", "pallas_kernels", "models"])
