@@ -198,8 +198,9 @@ plot.legend(figure, kept="kept", gone="evicted", other="codes stand here")
 plt.show()
 
 # %% [markdown]
-# For single facts such as needles; answers about prose need every token, which is the default of `kvjax read`. On the
-# command line, the profile is made at the first use and kept for the next time:
+# This is for single facts such as needles; answers about prose need every token, which is the
+# default of `kvjax read`. On the command line, the profile is made at the first use and kept for
+# the next time:
 #
 # `kvjax read book.txt --out book --model DIR --method "by_head(kvzip)" --budget 0.05`, then
 # `kvjax ask book "Who tells the story?"`.
