@@ -35,6 +35,8 @@ QUESTION_TOKENS = 32
 """Number of tokens at the end of the text that serve as the question if none is given."""
 
 
+_ANY = "streaming_llm"  # takes all budgets: stands for the default methods before there is a model
+
 DESCRIPTION = """\
 Reads a text once, and says for each method and budget how far the outputs of
 attention are from those of the full cache, by layer and head, and how many
@@ -74,7 +76,7 @@ def run(args: argparse.Namespace) -> None:
     """Runs `kvjax diagnose`: prints a table and draws pictures, or prints one JSON object."""
     check_counts(args, "new")
     check_number("--error", args.error, 0.0)
-    candidates = () if args.methods is None else grid_of(args.methods, args.budgets).candidates
+    candidates = grid_of(args.methods or [_ANY], args.budgets).candidates
     out = None if args.out is None else Path(args.out)
     if out is not None:
         extra_module("matplotlib", "eval", "pictures")

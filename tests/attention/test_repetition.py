@@ -136,8 +136,6 @@ def test_questions_stay_whole_and_documents_stay_as_they_are(attend):
     [
         (lambda attend, new, at: attend(TX, cache_of(), *new, at, phase="repetition"),
          "a repetition follows a prompt that is not complete"),
-        (lambda attend, new, at: attend(kvjax.KVzip(0.25, room=4), cache_of(
-            kvjax.KVzip(0.25, room=4)), *new, at, phase="prompt"), "must see a prompt repeated"),
     ],
 )  # fmt: skip
 def test_what_is_refused(attend, call, message):

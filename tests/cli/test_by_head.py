@@ -79,7 +79,7 @@ def test_it_is_read_and_asked_as_in_python(
     kept = kvjax.load_context(tmp_path / "out", model).transform
     context = kvjax.read(
         model, [tokens], transform=kept, max_prompt=len(tokens) + 32, max_new=8,
-        repetition=kvjax.Repetition.of(tokenizer),
+        repetition=kvjax.Repetition.of(tokenizer), buckets=[len(tokens)],
     )  # fmt: skip
     assert record["cache_bytes"] == context.nbytes < record["full_cache_bytes"]
     questions = [Dialogue(tokenizer).question(text) for text in ("Lily said", "The dog")]

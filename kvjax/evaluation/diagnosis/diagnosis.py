@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from kvjax.budgets.budgets import check_budget
 from kvjax.cache.nbytes import memory_bytes
 from kvjax.checks import check_choice, check_number
 from kvjax.compose.bind import bind
@@ -236,6 +237,9 @@ def suitable(
       budgets: as in `diagnose`.
       left_out: gets the other methods and what they were refused for.
 
+    Raises:
+      TypeError, ValueError: a budget that suits no method.
+
     Example:
       >>> from kvjax.evaluation.diagnosis.diagnosis import suitable
       >>> left_out = {}
@@ -243,6 +247,8 @@ def suitable(
       >>> "kvzip" in methods, "infinigen" in methods, list(left_out)
       (True, True, ['by_head(kvzip)'])
     """
+    for budget in budgets:
+        check_budget(budget, 1, "one slot")
     methods = []
     for method in (*METHODS, *COMPOSED):
         try:
