@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import zipfile
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from kvjax.checks import check_choice, check_count
 from kvjax.messages import brief, one_line, printable
 
 from . import metrics
+from .encoder import Encoder
 from .longbench import chinese
 from .longbench.tables import MAX_NEW, PROMPTS
 from .metrics import Metric
@@ -410,16 +410,10 @@ def split_tokens(tokenizer: Any, context: str, question: str) -> tuple[list[int]
       >>> [tokenizer.decode(part) for part in split_tokens(tokenizer, "Old boats.", "Who?")]
       ['Old boats.', 'Who?']
     """
-    if not getattr(tokenizer, "is_fast", False):
-        raise ValueError("data sets need a tokenizer with a tokenizer.json, the model's has none")
-    encoded = tokenizer(
-        context + question, add_special_tokens=False, split_special_tokens=True,
-        return_offsets_mapping=True, verbose=False,
-    )  # fmt: skip
-    ends = [end for _, end in encoded.offset_mapping]
+    encoded = Encoder(tokenizer).encode_first(context + question)
     # Tokens that end at the border belong to the context, tokens across it to the question.
-    border = bisect_right(ends, len(context))
-    return encoded.input_ids[:border], encoded.input_ids[border:]
+    border, tokens = encoded.count_before(len(context)), encoded.tokens.tolist()
+    return tokens[:border], tokens[border:]
 
 
 # Records

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvjax.checks import check_choice, check_count
 
+from .encoder import Encoder, Filler
 from .task import Case, Frame, Task
 from .wording import HELD_OUT_ADJECTIVES, HELD_OUT_NOUNS, WORDINGS, Wording
 
@@ -23,8 +24,6 @@ OWN_TASKS = ("needle", "multi_needle", "key_value", "chain")
 - `key_value`: a list of keys and values is hidden, and the question asks for one of them.
 - `chain`: a key has the code of another key, and a second sentence tells that code.
 """
-
-_NEAR = 100  # maximum tokens from a wanted place to the sentence end that is used instead
 
 _LINE = Wording("{key}:", "Which value has the {key}?")
 _LINK = " The code of the {key} is the code of the {other}."
@@ -38,22 +37,27 @@ class _Pieces(NamedTuple):
         that is asked for comes last.
       question, reply: the question, and an exact answer.
       answer: the value that is asked for.
-      line: the text before the line that is asked for, and the line, if the insert is a list.
+      begins: index in its insert of the first character of the text that is asked for.
     """
 
     inserts: list[tuple[float, str]]
     question: str
     reply: str
     answer: str
-    line: tuple[str, str] = ("", "")
+    begins: int = 0
 
 
 class Haystack:
     """Makes retrieval cases from a text.
 
     Prompts have an exact number of tokens. They are a window of the text, with needles after
-    sentence ends, and the question. Keys and values are drawn anew for every case. Keys are made of
-    words that no key had in the training of the bundled model.
+    sentence ends, and the question. A sentence ends with a full stop, a line break, or a stop of
+    another script, such as `。`, `।` and `؟` (the property `Sentence_Terminal` of Unicode). Where
+    none is near, a needle stands between two characters. The window begins with a whole character,
+    and dots take the place of one that would be cut at its end.
+
+    Keys and values are drawn anew for every case. Keys are made of words that no key had in the
+    training of the bundled model.
 
     Args:
       tokenizer: tokenizer of the model, from `transformers`. Prompts begin with the special tokens
@@ -65,7 +69,8 @@ class Haystack:
       filler: tokens of the text.
 
     Raises:
-      ValueError: the text is empty.
+      ValueError: the text is empty, or the tokenizer cannot say which characters a token stands
+        for.
 
     Example:
       >>> from kvjax.evaluation import Haystack
@@ -77,17 +82,15 @@ class Haystack:
     """
 
     def __init__(self, tokenizer: Any, text: str) -> None:
-        self._tokenizer = tokenizer
+        self._encoder = Encoder(tokenizer)
         self.start = list(Frame.of(tokenizer, chat=False).before)
-        self.filler = np.array(self._encode(text), np.int32)
+        encoded = self._encoder.encode_first(text)
+        self.filler = encoded.tokens
         if not len(self.filler):
             raise ValueError("the filler text is empty")
-        # A token ends a sentence if its text ends with a full stop or a line break.
-        ends = {
-            token: tokenizer.decode([token]).rstrip(" ").endswith((".", "\n"))
-            for token in np.unique(self.filler).tolist()
-        }
-        self._ends_sentence = np.array([ends[token] for token in self.filler.tolist()])
+        self._text = Filler(
+            encoded.tokens, encoded.whole, encoded.sentence_ends, encoded.characters
+        )
 
     def case(
         self,
@@ -134,8 +137,9 @@ class Haystack:
     def _assemble(
         self, rng: np.random.Generator, pieces: _Pieces, length: int, depth: float
     ) -> Case:
-        inserts = [(at, self._encode(text)) for at, text in pieces.inserts]
-        wanted, question = inserts[-1][1], self._encode(pieces.question)
+        encode, (_, asked) = self._encoder.next, pieces.inserts[-1]
+        inserts = [(at, encode(text)) for at, text in pieces.inserts]
+        wanted, question = inserts[-1][1], encode(pieces.question)
         room = length - len(self.start) - len(question) - sum(len(ids) for _, ids in inserts)
         if room < 0:
             raise ValueError(
@@ -147,39 +151,30 @@ class Haystack:
                 f"a prompt of {length} tokens needs {room} tokens of filler, "
                 f"and the text has {len(self.filler)}"
             )
-        # The filler is a random window of the text.
-        start = int(rng.integers(len(self.filler) - room + 1))
-        text = self.filler[start : start + room].tolist()
-        ends = np.flatnonzero(self._ends_sentence[start : start + room]) + 1
+        filler = self._window(int(rng.integers(len(self.filler) - room + 1)), room)
+        text = filler.tokens.tolist()
         prompt, done, position = list(self.start), 0, 0
         for at, ids in sorted(inserts, key=lambda insert: insert[0]):
-            place = _place(ends, at, room)
+            place = filler.place_at(at * room, from_there=False)
             prompt += text[done:place]
             if ids is wanted:
-                before, line = pieces.line
-                # Tokens of the list before the line that is asked for.
-                skipped = len(self._encode(before + line)) - len(self._encode(line))
-                position = len(prompt) + skipped
-            prompt, done = prompt + ids, place
-        most_new = len(self._encode(pieces.reply)) + 1  # an exact answer and its end token
+                position = len(prompt)
+                position += self._encoder.encode_next(asked).count_before(pieces.begins)
+            prompt, done = [*prompt, *ids], place
+        most_new = len(encode(pieces.reply)) + 1  # an exact answer and its end token
         return Case(
-            prompt + text[done:], question, (pieces.answer,), most_new, depth,
+            prompt + text[done:], list(question), (pieces.answer,), most_new, depth,
             {"position": position},
         )  # fmt: skip
 
-    def _encode(self, text: str) -> list[int]:
-        encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)
-        return list(encoded.input_ids)
+    def _window(self, start: int, room: int) -> Filler:
+        """Returns `room` tokens of the text, from a token on that begins a character.
 
-
-def _place(ends: np.ndarray, at: float, room: int) -> int:
-    """Returns the place of a text in `room` tokens of filler: a sentence end near the depth `at`.
-
-    If no sentence ends near that depth, the depth itself is the place.
-    """
-    places = np.concatenate(([0], ends, [room]))
-    place = int(places[np.abs(places - at * room).argmin()])
-    return place if abs(place - at * room) <= _NEAR else round(at * room)
+        It is the first such token from `start` on, or the last one before which there is room.
+        """
+        begins = np.flatnonzero(self._text.whole[: len(self.filler) - room + 1])
+        start = int(begins[min(np.searchsorted(begins, start), len(begins) - 1)])
+        return self._text.cut(start, self._encoder.dots(room))
 
 
 def retrieval(
@@ -236,7 +231,7 @@ def _pieces(
         index = int(rng.integers(count))
         before, value = "\n\n" + "".join(lines[:index]), values[index]
         inserts, question = [(depth, "\n\n" + "".join(lines) + "\n")], _LINE.ask(keys[index])
-        return _Pieces(inserts, question, f" {value}.", value, (before, lines[index]))
+        return _Pieces(inserts, question, f" {value}.", value, len(before))
     if task == "chain":
         ((at, key, value),) = distractors
         link = depth, _LINK.format(key=keys[0], other=key)

@@ -6,15 +6,16 @@ Templates, noise and hidden sentences are data of NVIDIA's RULER (Apache-2.0).
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Sequence
 from string import ascii_uppercase
 from typing import NamedTuple
 
 import numpy as np
 
+from kvjax.evaluation.tasks.encoder import Encoder
+
 from .draws import distinct, key_of_words, number, uuid4, word_of
-from .prompt import LONG, Encoder, Hidden, Prompt
+from .prompt import LONG, Hidden, Prompt
 
 DEPTHS = tuple(round(100 * step / 39) / 100 for step in range(40))
 """Depths of hidden sentences as shares of the filler: 40 of them, evenly from 0 to 1."""
@@ -58,11 +59,6 @@ NEEDLES = {
     "niah_multivalue": Needles("essay", "words", "numbers", each=4),
     "niah_multiquery": Needles("essay", "words", "numbers", hidden=4, asked=4),
 }
-
-
-def sentences_of(text: str) -> list[str]:
-    """Returns the sentences of a text, with white space reduced to single spaces."""
-    return re.split(r"(?<=[.!?]) ", " ".join(text.split()))
 
 
 def needles(

@@ -2,41 +2,15 @@
 
 from __future__ import annotations
 
-import bisect
-import functools
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from kvjax.evaluation.tasks.encoder import Encoder, Filler
 
 LONG = 4096
 """Prompt length, in tokens, from which on examples and lists have RULER's full sizes."""
-
-_NEAR = 100  # maximum tokens from a wanted place to the sentence end that is used instead
-
-
-class Encoder:
-    """Encodes texts that follow each other in one prompt.
-
-    Special tokens that are spelled out in a text are read as text.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._letter = self.first("a")
-        self.next = functools.cache(self._next)
-
-    def first(self, text: str) -> tuple[int, ...]:
-        """Returns the tokens of the text that a prompt begins with."""
-        encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)
-        return tuple(encoded.input_ids)
-
-    def _next(self, text: str) -> tuple[int, ...]:
-        """Returns the tokens of a text that begins with white space and follows another text.
-
-        Some tokenizers add a space before every text. Encoding the text after a letter avoids that,
-        except for tokenizers that join white space to the word before it.
-        """
-        joined, letter = self.first("a" + text), self._letter
-        return joined[len(letter) :] if joined[: len(letter)] == letter else self.first(text)
 
 
 class Body(Protocol):
@@ -75,7 +49,8 @@ class Prompt(NamedTuple):
 class Hidden:
     """A body of sentences that are hidden in a filler text.
 
-    The filler ends when the tokens are used up, in the middle of a sentence if necessary.
+    The filler ends when the tokens are used up, in the middle of a sentence if necessary. Dots take
+    the place of a character that would be cut.
 
     Args:
       encoder: encoder of the model's tokenizer.
@@ -109,38 +84,31 @@ class Hidden:
         Raises:
           ValueError: the filler is too short.
         """
-        filler, ends = self._take_filler(room - self.least)
+        filler = self._take_filler(room - self.least)
+        text, done = filler.tokens.tolist(), 0
         tokens: list[int] = []
-        done = 0
         for depth, sentence in self._sentences:
-            place = _place(ends, depth)
-            tokens += [*filler[done:place], *sentence]
+            place = filler.place_at(round(depth * len(text)), from_there=True)
+            tokens += [*text[done:place], *sentence]
             done = place
-        return tokens + filler[done:]
+        return tokens + text[done:]
 
-    def _take_filler(self, room: int) -> tuple[list[int], list[int]]:
-        """Returns `room` tokens of the filler, and the places where its sentences end."""
+    def _take_filler(self, room: int) -> Filler:
+        """Returns `room` tokens of the filler."""
         tokens: list[int] = []
-        ends = [0]
+        whole, ends, characters = [True], [True], [0]
         for text in self._filler:
             if len(tokens) >= room:
                 break
-            tokens += self._encoder.next((self._between if tokens else self._start) + text)
-            ends.append(min(len(tokens), room))  # the last sentence may be cut at `room`
+            encoded = self._encoder.encode_next((self._between if tokens else self._start) + text)
+            tokens += encoded.tokens.tolist()
+            whole += encoded.whole[1:].tolist()
+            ends += [False] * (len(encoded.tokens) - 1) + [True]
+            characters += (characters[-1] + encoded.characters[1:]).tolist()
         if len(tokens) < room:
             raise ValueError(
                 f"the haystack's text is too short: {room} tokens of it are needed, "
                 f"and it has {len(tokens)}"
             )
-        return tokens[:room], ends
-
-
-def _place(ends: Sequence[int], depth: float) -> int:
-    """Returns the first sentence end at or after a depth in the filler.
-
-    The end of the filler counts as a sentence end. If the next end is far away, the depth itself is
-    the place, in the middle of a sentence.
-    """
-    wanted = round(depth * ends[-1])
-    end = ends[bisect.bisect_left(ends, wanted)]
-    return end if end - wanted <= _NEAR else wanted
+        filler = Filler(*map(np.array, (tokens, whole, ends, characters)))
+        return filler.cut(0, self._encoder.dots(room))

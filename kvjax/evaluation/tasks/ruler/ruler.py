@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from kvjax.checks import check_choice, check_count
+from kvjax.evaluation.tasks.encoder import Encoder, sentences_of
 from kvjax.evaluation.tasks.task import Case, Frame, Task
 
-from .needles import DEPTHS, NEEDLES, needles, sentences_of, variables
-from .prompt import Encoder, Prompt
+from .needles import DEPTHS, NEEDLES, needles, variables
+from .prompt import Prompt
 from .words import common_words, frequent_words
 
 # The tasks without needles: the function that makes a case, and the maximum number of new tokens.
@@ -48,7 +49,8 @@ def ruler(
     The context is RULER's instruction and text; in `vt` and `cwe`, an example with its answer comes
     before them. The question is RULER's, with the beginning of the answer after the frame's end.
     The text ends when the tokens are used up, in the middle of a sentence or word if necessary.
-    Questions differ by a few tokens, and so contexts do too.
+    Dots take the place of a character that would be cut. Questions differ by a few tokens, and so
+    contexts do too.
 
     A case depends on its number, the task's name and the seed, besides text, tokenizer, length and
     frame. A single needle is at one of RULER's 40 depths. Any 40 consecutive cases have all depths,

@@ -13,8 +13,10 @@ from string import ascii_lowercase
 
 import numpy as np
 
+from kvjax.evaluation.tasks.encoder import Encoder
+
 from .draws import distinct, word_list, word_of
-from .prompt import LONG, Encoder, Prompt
+from .prompt import LONG, Prompt
 
 _COMMON = 10  # number of words that `cwe` asks for
 _LIST = (
