@@ -13,6 +13,7 @@ from kvjax.compose.by_head import ByHead
 from kvjax.compose.chain import chain, parts_of
 from kvjax.compose.wrappers import Every, Everywhere, WhenFull
 from kvjax.messages import brief, did_you_mean
+from kvjax.origins import source_of
 from kvjax.protocol import Full, KVTransform, Stage, check_transform
 from kvjax.storage.codebook.transform import Codebook
 from kvjax.storage.offload.transform import Offload
@@ -108,6 +109,7 @@ def register(name: str, method: type[KVTransform]) -> None:
             f"name must be a word of letters, digits and underscores that is no word of Python's, "
             f"got {name!r}"
         )
+    source_of(method)  # is remembered as it is now
     known = METHODS | WRAPPERS | STORAGE
     if name in known or name in _OTHER_MEANINGS:
         taken = known[name].__qualname__ if name in known else "something else"
@@ -120,7 +122,7 @@ def register(name: str, method: type[KVTransform]) -> None:
         METHODS[name] = method
 
 
-def parse(text: str, budget: int | float | None = None) -> KVTransform:
+def parse(text: str, budget: int | float | None = None, *, defaults: bool = True) -> KVTransform:
     """Makes the transform that a text names: `h2o`, `snapkv(window=16)`, `every(snapkv, steps=64)`.
 
     A name stands for its class, `chain(...)` for `kvjax.chain`. A wrapper's positional argument is
@@ -130,10 +132,12 @@ def parse(text: str, budget: int | float | None = None) -> KVTransform:
       text: name of a method, or a composition.
       budget: budget of every method that takes one and has none in the text; SpindleKV takes it as
         its `reserve`.
+      defaults: whether a parameter that the text lacks has its default. False refuses such a text,
+        which would mean something else once a default changes: for texts in files.
 
     Raises:
-      ValueError: a name or parameter is unknown, a budget is missing, or the text is no such
-        expression.
+      ValueError: a name or parameter is unknown, a budget or another parameter is missing, or the
+        text is no such expression.
       TypeError: `text` is no text, or the class refuses an argument.
 
     Example:
@@ -149,7 +153,7 @@ def parse(text: str, budget: int | float | None = None) -> KVTransform:
     if node is None:
         reason = f"{brief(text)}{_parentheses(text)}"
         raise ValueError(f"method must be a name or a composition of names, got {reason}")
-    return _build(node, text, budget)
+    return _build(node, text, budget, defaults)
 
 
 def as_transform(transform: KVTransform | str, where: str) -> KVTransform:
@@ -191,13 +195,15 @@ def expression(text: str) -> ast.expr | None:
             return None
 
 
-def unparse(transform: KVTransform, *, budget: bool = True) -> str:
-    """Writes the text from which `parse` makes this transform, without parameters at defaults.
+def unparse(transform: KVTransform, *, budget: bool = True, defaults: bool = False) -> str:
+    """Writes the text from which `parse` makes this transform.
 
     Args:
       transform: a method or composition.
       budget: whether each `budget` is written; without them, the text is one for `parse` with a
         budget.
+      defaults: whether parameters at their defaults are written too. So are texts in files, which
+        then mean the same after a default has changed.
 
     Raises:
       ValueError: a part has no name, or a parameter is no Python literal.
@@ -206,10 +212,13 @@ def unparse(transform: KVTransform, *, budget: bool = True) -> str:
       >>> import kvjax
       >>> kvjax.unparse(kvjax.Every(kvjax.SnapKV(budget=64, window=8), steps=8))
       'every(snapkv(budget=64, window=8), steps=8)'
+      >>> kvjax.unparse(kvjax.H2O(budget=64), defaults=True)
+      "h2o(budget=64, group_reduce='mean')"
     """
     parts = parts_of(transform)
     if len(parts) > 1:
-        return f"chain({', '.join(unparse(part, budget=budget) for part in parts)})"
+        texts = (unparse(part, budget=budget, defaults=defaults) for part in parts)
+        return f"chain({', '.join(texts)})"
     names = {method: name for name, method in (METHODS | WRAPPERS | STORAGE).items()}
     name = names.get(type(transform))
     if name is None:
@@ -220,11 +229,11 @@ def unparse(transform: KVTransform, *, budget: bool = True) -> str:
     for field in dataclasses.fields(transform):
         value = getattr(transform, field.name)
         if field.name == "base":
-            arguments.insert(0, unparse(value, budget=budget))
-        elif field.name == "budget" and not budget:
+            arguments.insert(0, unparse(value, budget=budget, defaults=defaults))
+        elif (field.name == "budget" and not budget) or not field.init:
             continue
         # A budget of 1 is one token, and a budget of 1.0 all of them: types count as well.
-        elif field.init and (value != field.default or type(value) is not type(field.default)):
+        elif defaults or value != field.default or type(value) is not type(field.default):
             arguments.append(f"{field.name}={_literal(name, field.name, value)}")
     return f"{name}({', '.join(arguments)})" if arguments else name
 
@@ -241,12 +250,14 @@ def _literal(method: str, field: str, value: object) -> str:
     return text
 
 
-def _build(node: ast.expr, text: str, budget: int | float | None, depth: int = 1) -> KVTransform:
+def _build(
+    node: ast.expr, text: str, budget: int | float | None, defaults: bool, depth: int = 1
+) -> KVTransform:
     """Makes the transform of a syntax tree.
 
     Args:
       text: the whole text, for messages.
-      budget: as in `parse`.
+      budget, defaults: as in `parse`.
       depth: number of methods around this one, itself included.
     """
     if depth > _MOST_NESTED:
@@ -263,7 +274,8 @@ def _build(node: ast.expr, text: str, budget: int | float | None, depth: int = 1
             raise ValueError(
                 f"chain takes methods only, got {call.keywords[0].arg}= in {brief(text)}"
             )
-        return chain(*(_build(argument, text, budget, depth + 1) for argument in call.args))
+        inner = (_build(argument, text, budget, defaults, depth + 1) for argument in call.args)
+        return chain(*inner)
     known = METHODS | WRAPPERS | STORAGE
     if name not in known:
         names = (*known, "chain")
@@ -271,12 +283,12 @@ def _build(node: ast.expr, text: str, budget: int | float | None, depth: int = 1
             f"unknown method {brief(name)}; there are {', '.join(names)}{did_you_mean(name, names)}"
         )
     method = known[name]
-    parameters = {field.name: field.default for field in dataclasses.fields(method)}
+    parameters = {field.name: field.default for field in dataclasses.fields(method) if field.init}
     is_wrapper = "base" in parameters
     parameters.pop("base", None)
     values = _keywords(name, call, text)
     _check_positional(name, call, [word for word in parameters if word not in values], text)
-    wrapped = [_build(argument, text, budget, depth + 1) for argument in call.args]
+    wrapped = [_build(argument, text, budget, defaults, depth + 1) for argument in call.args]
     if len(wrapped) != is_wrapper:
         takes = "one method to wrap" if is_wrapper else "keywords only"
         raise ValueError(f"{name} takes {takes}, got {len(wrapped)} methods in {brief(text)}")
@@ -290,7 +302,7 @@ def _build(node: ast.expr, text: str, budget: int | float | None, depth: int = 1
     if budget is not None:
         values = {word: budget for word in ("budget", "reserve") if word in parameters} | values
     for word, default in parameters.items():
-        if default is dataclasses.MISSING and word not in values:
+        if word not in values and (default is dataclasses.MISSING or not defaults):
             raise ValueError(f"{name} needs {word}=")
     return method(*wrapped, **values)
 

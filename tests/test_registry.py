@@ -12,6 +12,8 @@ import pytest
 import kvjax
 from kvjax import registry
 from kvjax.cli.main import main
+from tests.support.cases import CASES
+from tests.support.defaults import change_default
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +73,44 @@ def test_bad_names_and_methods(name, method, error, message):
     with pytest.raises(error, match=message):
         kvjax.register(name, method)
     assert before == registry.METHODS
+
+
+def has_text(transform: kvjax.KVTransform) -> bool:
+    try:
+        return bool(kvjax.unparse(transform))
+    except ValueError:  # functions, calibrations and head groups have none
+        return False
+
+
+WITH_TEXT = [name for name, transform in CASES.items() if has_text(transform)]
+
+
+@pytest.mark.parametrize("name", WITH_TEXT)
+def test_a_text_of_all_parameters_is_read_as_it_was_written(name, monkeypatch):
+    """Whatever the defaults are when it is read."""
+    transform, text = CASES[name], kvjax.unparse(CASES[name], defaults=True)
+    assert kvjax.parse(text, defaults=False) == transform and len(WITH_TEXT) > 30
+    assert kvjax.unparse(kvjax.parse(text)) == kvjax.unparse(transform)
+    for method in (registry.METHODS | registry.WRAPPERS | registry.STORAGE).values():
+        others = {  # none of them is what a method takes
+            x.name: object()
+            for x in dataclasses.fields(method)
+            if x.default is not dataclasses.MISSING
+        }
+        if others:
+            change_default(monkeypatch, method, **others)
+    assert kvjax.unparse(kvjax.parse(text, defaults=False), defaults=True) == text
+
+
+def test_a_text_that_leaves_parameters_to_their_defaults_can_be_refused():
+    for text, said in (
+        ("h2o", "h2o needs budget="),
+        ("h2o(budget=8)", "h2o needs group_reduce="),
+        ("chain(h2o(budget=8, group_reduce='mean'), quantize)", "quantize needs bits="),
+    ):
+        with pytest.raises(ValueError, match=said):
+            kvjax.parse(text, defaults=False)
+    assert kvjax.parse("h2o(group_reduce='mean')", 8, defaults=False) == kvjax.H2O(8)
 
 
 # The command line

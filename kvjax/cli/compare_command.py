@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         model = from_pretrained(path, allow_nonfinite=args.allow_nonfinite)
         results = measure(
             material, model, end_tokens=config.eos_token_ids, name=model_name(args.model),
-            out=out, on_progress=display.show,
+            out=out, on_progress=display.show, on_note=display.line,
         )  # fmt: skip
     if args.json:
         print(json.dumps({**as_json(results), "out": str(out)}))

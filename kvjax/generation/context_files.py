@@ -26,6 +26,7 @@ from kvjax.devices import automatic, mesh_of
 from kvjax.files import is_hidden
 from kvjax.generation.context import Context
 from kvjax.generation.fingerprints import Fingerprint, describe_tokenizer, differences
+from kvjax.generation.head_profiles import from_full, in_full
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.prompt_checks import check_same_model
@@ -66,7 +67,8 @@ def save_context(
     """Writes a context to a folder, from which `load_context` reads it back.
 
     The folder holds an Orbax checkpoint: arrays as they are, and JSON with the method as an
-    expression, its calibrations, sizes, versions, and descriptions of model and tokenizer. A
+    expression of all its parameters, its calibrations, sizes, versions, and descriptions of model
+    and tokenizer. A
     context that the folder holds already is removed when the new one is complete. An interrupted
     save leaves the earlier context in place, and the next save removes what it left.
 
@@ -112,13 +114,13 @@ def save_context(
         "format": FORMAT,
         "kvjax": kvjax.__version__,
         "jax": jax.__version__,
-        "method": unparse(uncalibrated),
+        "method": unparse(uncalibrated, defaults=True),
         "outlier_heads": [
             dataclasses.asdict(calibration) if isinstance(calibration, OutlierHeads) else None
             for calibration in calibrations
         ],
         "profiles": [
-            calibration.method if isinstance(calibration, HeadProfile) else None
+            in_full(calibration.method) if isinstance(calibration, HeadProfile) else None
             for calibration in calibrations
         ],
         "size": {name: x for name, x in context.size._asdict().items() if name != "mesh"},
@@ -156,7 +158,8 @@ def load_context(
 
     Raises:
       ValueError: there is no context, it is damaged, or it is of another model, tokenizer, method
-        or version; says what differs.
+        or version; says what differs. A context whose file lacks parameters of its method, as
+        earlier versions wrote them, is refused: their defaults may have been others.
     """
     folder, functional = Path(path).absolute(), as_functional(model)
     step = _newest(folder)
@@ -168,7 +171,7 @@ def load_context(
         here = {**here, "tokenizer": describe_tokenizer(tokenizer)}
     if differing := differences(there, here):
         raise ValueError(f"the context in {folder} is of another model: its {differing}")
-    method = parse(content["method"])
+    method = _method_of(content, folder)
     with _damaged(folder):
         arrays = _read_arrays(step, content["arrays"])
         profiles = content.get("profiles", [])  # earlier versions had none
@@ -310,6 +313,23 @@ def _content(step: Path) -> dict[str, Any]:
     return content
 
 
+def _method_of(content: dict[str, Any], folder: Path) -> KVTransform:
+    """Returns the method of a context, with the parameters that it was made with.
+
+    Raises:
+      ValueError: this version has other parameters, or an earlier one did not write all of them:
+        nobody can tell whether their defaults were those of today.
+    """
+    try:
+        return parse(content["method"], defaults=False)
+    except ValueError as error:
+        raise ValueError(
+            f"the context in {folder}, which kvjax {content['kvjax']} wrote, is compressed by "
+            f"{brief(content['method'])}, which kvjax {kvjax.__version__} does not read: {error}. "
+            "Read its text again"
+        ) from error
+
+
 def _read_arrays(step: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
     """Reads the arrays of a checkpoint."""
     restore_args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
@@ -417,7 +437,8 @@ def _with_calibrations(
             outliers = OutlierHeads(pairs, heads["num_layers"], heads["kv_heads"])
             return dataclasses.replace(method, outlier_heads=outliers)
         if isinstance(method, ByHead):
-            profile = HeadProfile(arrays[f"calibration{number}"], profiles[number] or "")
+            name = from_full(profiles[number] or "")
+            profile = HeadProfile(arrays[f"calibration{number}"], name)
             return dataclasses.replace(method, profile=profile)
         if f"calibration{number}" in arrays:
             calibration = InfiniGenCalibration(arrays[f"calibration{number}"])

@@ -38,11 +38,13 @@ from kvjax.generation.prompt_checks import check_prompts
 from kvjax.generation.repetition import Repetition
 from kvjax.generation.turns import begin
 from kvjax.messages import brief
+from kvjax.origins import origin
 from kvjax.protocol import KVTransform
-from kvjax.registry import as_transform, unparse
+from kvjax.registry import as_transform, parse, unparse
 
 FORMAT = "kvjax head profile 1"
 _MOST_BYTES = 2**26
+_ANY_BUDGET = 0.5  # of a method whose scores make a profile for all budgets
 SAMPLE_TEXTS, SAMPLE_TOKENS = 3, 1024  # of the text from which a profile is made
 
 OnMade = Callable[[HeadProfile, float], None]
@@ -127,7 +129,7 @@ def calibrate_heads(
 def heads_method(method: KVTransform) -> str:
     """Returns the text of a method whose scores make a profile.
 
-    It is without budget and without the parameters that change no score.
+    It is without budget, and parameters that change no score have their defaults.
 
     Example:
       >>> import kvjax
@@ -141,6 +143,32 @@ def heads_method(method: KVTransform) -> str:
         if field.name in method.unscored
     }
     return unparse(dataclasses.replace(method, **unscored), budget=False)
+
+
+def in_full(method: str) -> str:
+    """Writes the method of a profile for a file, in which no parameter is left to its default.
+
+    Raises:
+      ValueError: the text names no method.
+
+    Example:
+      >>> from kvjax.generation.head_profiles import from_full, in_full
+      >>> in_full("snapkv(window=8)")
+      "snapkv(window=8, kernel=7, pooling='max', group_reduce='mean')"
+      >>> from_full(in_full("snapkv(window=8)"))
+      'snapkv(window=8)'
+    """
+    return unparse(parse(method, _ANY_BUDGET), budget=False, defaults=True)
+
+
+def from_full(method: str) -> str:
+    """Returns what `heads_method` writes today for a method that `in_full` wrote, perhaps long ago.
+
+    Raises:
+      ValueError: a parameter is missing, since an earlier version wrote the text or this one has
+        more parameters; or the method has another name or other parameters today.
+    """
+    return heads_method(parse(method, _ANY_BUDGET, defaults=False))
 
 
 @compiled()
@@ -157,8 +185,9 @@ def save_profile(
 ) -> None:
     """Writes a profile to a safetensors file, from which `load_profile` reads it back.
 
-    The file has the table, and as metadata the method and the description of the model by which it
-    is refused for other weights.
+    The file has the table, and as metadata the method with all its parameters, so that it is
+    refused once a default has changed, and the description of the model by which it is refused for
+    other weights.
 
     Args:
       path: the file. One that is there is replaced.
@@ -167,6 +196,7 @@ def save_profile(
 
     Raises:
       OSError: the file cannot be written.
+      ValueError: the profile's method is no method.
 
     Example:
       >>> import tempfile, kvjax
@@ -182,7 +212,7 @@ def save_profile(
     """
     path = Path(path)
     description = Fingerprint.of(as_functional(model)).content
-    about = {"format": FORMAT, "kvjax": kvjax.__version__, "method": profile.method}
+    about = {"format": FORMAT, "kvjax": kvjax.__version__, "method": in_full(profile.method)}
     about["model"] = json.dumps(description)
     # Written here, since errors of safetensors' own writing are no OSError.
     write_whole(path, save({"table": profile.table}, metadata=about))
@@ -199,7 +229,8 @@ def load_profile(
 
     Raises:
       ValueError: there is no such file, it holds no profile, or it is of another model; says what
-        differs.
+        differs. Or an earlier version wrote it, which did not write all parameters of its method:
+        nobody can tell whether their defaults were those of today.
     """
     profile, there = _read(Path(path))
     here = Fingerprint.of(as_functional(model)).content
@@ -216,10 +247,17 @@ def _read(path: Path) -> tuple[HeadProfile, dict[str, Any]]:
             about = file.metadata() or {}
             if about.get("format") != FORMAT:
                 raise ValueError(f"{path} is no profile of heads: it has no format {FORMAT!r}")
-            profile = HeadProfile(file.get_tensor("table"), about["method"])
-            return profile, json.loads(about["model"])
+            table, model = file.get_tensor("table"), json.loads(about["model"])
+            version, method = about["kvjax"], about["method"]
     except (SafetensorError, OSError, KeyError) as error:
         raise ValueError(f"{path} is no profile of heads: {error}") from error
+    try:
+        return HeadProfile(table, from_full(method)), model
+    except ValueError as error:
+        raise ValueError(
+            f"the profile in {path}, which kvjax {version} wrote, is of the scores of {method}, "
+            f"which kvjax {kvjax.__version__} does not read: {error}. kvjax profile makes another"
+        ) from error
 
 
 def sample_of(text: Sequence[int], max_positions: int | None) -> list[list[int]]:
@@ -248,15 +286,17 @@ def kept_profile(
     """Returns what `calibrate_heads` does; makes it once for all processes of a user.
 
     It is kept in the folder `profiles` of the user's cache (see `kvjax.files.user_cache`), under
-    the checksum of the weights, the method, the sample and the repetition. Without such a folder it
-    is made each time.
+    the checksum of the weights, the method with all its parameters and its origin
+    (`kvjax.origins`), the sample and the repetition. Without such a folder, and for a method whose
+    source cannot be read, it is made each time.
     """
-    root, path = user_cache(), None
-    if root is not None:
+    root, path, method_origin = user_cache(), None, origin(method)
+    if root is not None and method_origin["source"] is not None:
         made_from = {
+            "origin": method_origin,
             "format": FORMAT,
             "model": Fingerprint.of(model).digest,
-            "method": heads_method(method),
+            "method": in_full(heads_method(method)),
             "sample": [[int(token) for token in text] for text in sample],
             "repetition": dataclasses.asdict(repetition or Repetition()),
         }
@@ -291,39 +331,71 @@ def with_profiles(
       sample: gives token ids of some texts; is called only if a profile is missing.
       repetition, on_made, on_layer: as in `kept_profile`.
     """
-    missing = _without_profile(transform, lambda: as_functional(model).num_layers)
-    if not missing:
-        return transform
-    functional = as_functional(model)
-    profiles = {part: _profile_in(part, model) for part in missing if part.profile is not None}
-    for part in missing:  # files come first: what they are refused for costs nothing
-        if part not in profiles:
-            made = kept_profile(functional, part.method, sample(), repetition, on_made, on_layer)
-            profiles[part] = made
-    return map_methods(_WithProfile(tuple(profiles.items())), transform, by_head=False)
+    # Files come first: what they are refused for costs nothing.
+    transform = with_named_profiles(transform, model)
+    return _with_profiles(
+        transform,
+        lambda: as_functional(model).num_layers,
+        lambda part: kept_profile(
+            as_functional(model), part.method, sample(), repetition, on_made, on_layer
+        ),
+    )
+
+
+def with_named_profiles(
+    transform: KVTransform, model: LanguageModel | FunctionalModel
+) -> KVTransform:
+    """Returns the composition in which every `ByHead` that names a file has its profile.
+
+    Raises:
+      ValueError: a file holds no profile, or one of another model or of another method's scores.
+    """
+    return _with_profiles(
+        transform,
+        lambda: as_functional(model).num_layers,
+        lambda part: None if part.profile is None else _profile_in(part, model),
+    )
 
 
 def with_profiles_of_files(transform: KVTransform, num_layers: int, kv_heads: int) -> KVTransform:
     """Returns the composition in which every `ByHead` that names a file has its profile.
 
-    The weights are not compared: `with_profiles` does that.
+    The weights are not compared: `with_named_profiles` does that.
 
     Raises:
       ValueError: a file holds no profile, or one of another method or of other layers or heads.
     """
-    profiles = {}
-    for part in _without_profile(transform, lambda: num_layers):
-        if part.profile is not None:
-            profiles[part] = profile = _profile_in(part)
-            layers, heads, _ = profile.table.shape
-            if (layers, heads) != (num_layers, kv_heads):
-                raise ValueError(
-                    f"the profile in {part.profile} is of another model: it has {layers} layers of "
-                    f"{heads} KV heads, and this one {num_layers} of {kv_heads}"
-                )
-    if not profiles:
-        return transform
-    return map_methods(_WithProfile(tuple(profiles.items())), transform, by_head=False)
+
+    def profile_of(part: ByHead) -> HeadProfile | None:
+        if part.profile is None:
+            return None
+        profile = _profile_in(part)
+        layers, heads, _ = profile.table.shape
+        if (layers, heads) != (num_layers, kv_heads):
+            raise ValueError(
+                f"the profile in {part.profile} is of another model: it has {layers} layers of "
+                f"{heads} KV heads, and this one {num_layers} of {kv_heads}"
+            )
+        return profile
+
+    return _with_profiles(transform, lambda: num_layers, profile_of)
+
+
+def _with_profiles(
+    transform: KVTransform,
+    num_layers: Callable[[], int],
+    profile_of: Callable[[ByHead], HeadProfile | None],
+) -> KVTransform:
+    """Returns the composition in which each `ByHead` without a profile has the one it is given.
+
+    Args:
+      num_layers: of the model; is asked only if something depends on it.
+      profile_of: is called once for each `ByHead` with no profile, or the path of one; None leaves
+        it as it is.
+    """
+    profiles = {part: profile_of(part) for part in _without_profile(transform, num_layers)}
+    added = tuple((part, profile) for part, profile in profiles.items() if profile is not None)
+    return map_methods(_WithProfile(added), transform, by_head=False) if added else transform
 
 
 def _without_profile(transform: KVTransform, num_layers: Callable[[], int]) -> list[ByHead]:

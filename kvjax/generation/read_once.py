@@ -16,6 +16,7 @@ from kvjax.generation.compiler import Compiler
 from kvjax.generation.context import Context
 from kvjax.generation.fingerprints import Fingerprint
 from kvjax.generation.generate import read, size_to_read
+from kvjax.generation.head_profiles import with_named_profiles
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.new_caches import CacheSize, states_of_layers
 from kvjax.generation.observe import Observe, compress_layer, reads_alone
@@ -40,6 +41,7 @@ class ReadOnce:
       model, prompts, max_prompt, max_new, max_length, dtype, buckets, on_layer, on_compile,
         repetition: as in `kvjax.read`.
       transforms: the methods, or their texts as in `kvjax.generate`; `context` takes any of them.
+        Profiles of heads that they name are read from their files.
 
     Raises:
       TypeError, ValueError: as `kvjax.read`, for any of the methods.
@@ -75,6 +77,10 @@ class ReadOnce:
         prompts = as_rows(prompts)
         methods = [as_transform(transform, "ReadOnce") for transform in transforms]
         self._model, self._prompts = as_functional(model), prompts
+        functional = self._model
+        # A file that changes later changes nothing.
+        self._named = functools.cache(lambda tx: with_named_profiles(tx, functional))
+        methods = [self._named(method) for method in methods]
         self._options = {
             "max_prompt": max_prompt, "max_new": max_new, "max_length": max_length,
             "dtype": dtype, "buckets": buckets, "on_compile": on_compile, "repetition": repetition,
@@ -106,7 +112,7 @@ class ReadOnce:
         Raises:
           ValueError: the method needs more of the prompt's attention than was observed.
         """
-        transform = as_transform(transform, "ReadOnce")
+        transform = self._named(as_transform(transform, "ReadOnce"))
         if self._reads_alone(transform):
             return read(self._model, self._prompts, transform=transform, **self._options)
         needs = self._needs(transform)

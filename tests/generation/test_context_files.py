@@ -11,6 +11,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import kvjax
@@ -21,6 +22,7 @@ from kvjax.models import random_decoder
 from tests.generation.test_context import QUESTIONS, TRANSFORMS, generate, read
 from tests.generation.test_generate import CONFIG, RAGGED, model
 from tests.support.attending import same_arrays
+from tests.support.defaults import change_default
 from tests.support.marks import some_slow
 
 ROOT = Path(__file__).parents[2]
@@ -213,6 +215,48 @@ def test_folders_that_are_none(saved, tmp_path):
     own = shutil.copytree(saved[0], tmp_path / "with notes")
     (own / "README.txt").write_text("what this is")
     same_arrays(kvjax.load_context(own, model()), saved[1])
+
+
+def about_of(folder: Path) -> tuple[Path, dict]:
+    """The file of a context's JSON, and its content."""
+    (place,) = folder.glob("*/about/metadata")
+    return place, json.loads(place.read_text())
+
+
+def test_a_context_keeps_its_parameters_when_a_default_changes(tmp_path, monkeypatch):
+    transform = kvjax.chain(kvjax.H2O(12), kvjax.Quantize(4, 4, "token"))
+    shares = kvjax.HeadProfile(np.array([[[0.8, 1.0], [0.1, 1.0]]] * 2), "kvzip")
+    by_head = kvjax.ByHead(kvjax.KVzip(0.5, room=8), shares)
+    contexts = {
+        name: kvjax.read(model(), RAGGED[:1], transform=tx, max_prompt=256, max_new=64)
+        for name, tx in (("stored", transform), ("by head", by_head))
+    }
+    for name, context in contexts.items():
+        save(tmp_path / name, context)
+    rotate = kvjax.Quantize().rotate
+    change_default(monkeypatch, kvjax.Quantize, rotate=not rotate)
+    change_default(monkeypatch, kvjax.KVzip, kernel=1)
+    change_default(monkeypatch, kvjax.ByHead, safeguard=0.9)
+    for name, context in contexts.items():
+        loaded = kvjax.load_context(tmp_path / name, model())
+        assert loaded.layers == context.layers
+        same_arrays(loaded.caches, context.caches)
+    assert kvjax.load_context(tmp_path / "stored", model()).transform == transform
+    loaded = kvjax.load_context(tmp_path / "by head", model()).transform
+    assert (loaded.profile.method, loaded.safeguard) == ("kvzip(kernel=3)", by_head.safeguard)
+
+
+def test_a_context_whose_file_lacks_parameters_is_refused(saved, tmp_path):
+    """As earlier versions wrote them, and later ones see them that have more parameters."""
+    for number, (method, said) in enumerate(
+        [("h2o(budget=12)", "h2o needs group_reduce="), ("h2o(budget=12, x=1)", "no parameter 'x'")]
+    ):
+        own = shutil.copytree(saved[0], tmp_path / str(number))
+        place, content = about_of(own)
+        place.write_text(json.dumps({**content, "method": method}))
+        with pytest.raises(ValueError, match=rf"which kvjax 0.* wrote, .*{said}.*Read its text"):
+            kvjax.load_context(own, model())
+        save(own, saved[1])  # takes its place
 
 
 def test_another_model_or_tokenizer(saved, tmp_path):

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import kvjax
 from kvjax.budgets.profile import shares
+from kvjax.evaluation import ReadOnce, measure_fidelities
 from kvjax.generation.head_profiles import kept_profile, sample_of, with_profiles_of_files
 from kvjax.generation.model import as_functional
+from kvjax.generation.planning import plan
 from kvjax.models import random_decoder
-from tests.generation.test_generate import CONFIG, RAGGED, model
+from kvjax.registry import METHODS
+from tests.generation.test_generate import CONFIG, RAGGED, generate, model
 from tests.references import head_shares
 from tests.references.h2o import H2O
 from tests.references.repetition import repetition
 from tests.references.snapkv import SnapKV, pool
+from tests.support.defaults import change_default
+from tests.support.marks import some_slow
 
 SNAPKV = kvjax.SnapKV(0.5, window=8)
+SHARES = [[[0.8, 1.0], [0.1, 1.0]], [[0.2, 1.0], [0.4, 1.0]]]
+UNEQUAL = kvjax.HeadProfile(np.array(SHARES), "snapkv(window=8)")
 VOCAB, LAYERS, HEADS, GROUP, DIM = 64, 2, 2, 2, 8
 SAMPLE = [np.random.default_rng(7).integers(VOCAB, size=n).tolist() for n in (60, 41)]
 
@@ -203,6 +212,149 @@ def test_it_is_made_once_for_a_model_a_method_and_a_text(tmp_path, monkeypatch):
     assert found() == first and len(made) == 5
     monkeypatch.setenv("KVJAX_CACHE", "off")
     assert found() == first and len(made) == 6
+
+
+def test_a_file_keeps_its_parameters_when_a_default_changes(tmp_path, monkeypatch):
+    path = str(tmp_path / "heads.safetensors")
+    profile = kvjax.calibrate_heads(model(), kvjax.KVzip(0.5), RAGGED[:1])
+    kvjax.save_profile(path, profile, model())
+    with monkeypatch.context() as patch:
+        change_default(patch, kvjax.KVzip, kernel=1)
+        loaded = kvjax.load_profile(path, model())
+        assert loaded.method == "kvzip(kernel=3)"
+        np.testing.assert_array_equal(loaded.table, profile.table)
+        kept = kvjax.calibrated(kvjax.ByHead(kvjax.KVzip(0.5, kernel=3), path), model(), [])
+        assert kept.profile == loaded
+        with pytest.raises(
+            ValueError, match=r"of kvzip\(kernel=3\), and by_head here needs one of"
+        ):
+            kvjax.calibrated(kvjax.ByHead(kvjax.KVzip(0.5), path), model(), [])
+        kvjax.save_profile(path, loaded, model())
+    assert kvjax.load_profile(path, model()) == profile
+    with monkeypatch.context() as patch:
+        change_default(patch, kvjax.KVzip, room=8)  # it changes no score
+        assert kvjax.load_profile(path, model()) == profile
+
+
+def test_a_file_that_lacks_parameters_is_refused(tmp_path):
+    """As earlier versions wrote them, and later ones see them that have more parameters."""
+    path = tmp_path / "heads.safetensors"
+    kvjax.save_profile(path, kvjax.HeadProfile(np.ones((2, 2, 3)), "kvzip"), model())
+    with safe_open(path, framework="numpy") as file:
+        about, table = file.metadata(), file.get_tensor("table")
+    for method, said in (
+        ("kvzip", "kvzip needs values="),
+        (about["method"].replace("kernel=3, ", ""), "kvzip needs kernel="),
+        (about["method"].replace("kernel", "smooth"), "kvzip has no parameter 'smooth'"),
+        (about["method"].replace("kvzip", "kvzap"), "unknown method 'kvzap'"),
+    ):
+        save_file({"table": table}, path, metadata={**about, "method": method})
+        with pytest.raises(ValueError, match=rf"which kvjax 0.* wrote, .*{said}.*makes another"):
+            kvjax.load_profile(path, model())
+
+
+def test_what_is_kept_is_made_again_when_a_method_has_changed(tmp_path, monkeypatch):
+    """Its defaults, its source, or kvjax; and each time where its source cannot be read."""
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))
+    monkeypatch.setattr("kvjax.registry.METHODS", dict(METHODS))
+    functional, made = as_functional(model()), []
+
+    @dataclasses.dataclass(frozen=True)
+    class Mine(kvjax.SnapKV):
+        """A method of one's own."""
+
+    kvjax.register("mine", Mine)
+
+    def count(method: kvjax.KVTransform) -> int:
+        kept_profile(functional, method, RAGGED[:1], on_made=lambda *_: made.append(method))
+        return len(made)
+
+    assert [count(Mine(0.5, window=8)), count(Mine(0.5, window=8))] == [1, 1]
+    with monkeypatch.context() as patch:
+        change_default(patch, kvjax.SnapKV, kernel=3)
+        change_default(patch, Mine, kernel=3)
+        assert [count(Mine(0.5, window=8)), count(Mine(0.5, window=8))] == [2, 2]
+    with monkeypatch.context() as patch:
+        patch.setattr(kvjax, "__version__", "99.0")
+        assert [count(Mine(0.5, window=8)), count(Mine(0.5, window=8))] == [3, 3]
+    with monkeypatch.context() as patch:
+        patch.setattr("kvjax.origins.source_of", lambda method: "changed" * (method is Mine))
+        assert [count(Mine(0.5, window=8)), count(Mine(0.5, window=8))] == [4, 4]
+    with monkeypatch.context() as patch:
+        patch.setattr("kvjax.origins.source_of", lambda method: None)
+        assert [count(Mine(0.5, window=8)), count(Mine(0.5, window=8))] == [5, 6]
+
+
+NAMED = {
+    "alone": lambda by_head: by_head,
+    "chain": lambda by_head: kvjax.chain(by_head, kvjax.Quantize(8)),
+    "per layer": lambda by_head: kvjax.PerLayer(PerLayerOf(by_head)),
+    "everywhere": kvjax.Everywhere,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class PerLayerOf:
+    first: kvjax.KVTransform
+
+    def __call__(self, layer: int, num_layers: int) -> kvjax.KVTransform:
+        return kvjax.Full() if layer else self.first
+
+
+@pytest.mark.parametrize("name", some_slow(NAMED, "alone"))
+def test_a_profile_that_is_named_is_read_wherever_a_model_is(tmp_path, name):
+    path = str(tmp_path / "heads.safetensors")
+    kvjax.save_profile(path, UNEQUAL, model())
+    named = NAMED[name](kvjax.ByHead(SNAPKV, path))
+    loaded = NAMED[name](kvjax.ByHead(SNAPKV, UNEQUAL))
+    layers = kvjax.bind(loaded, LAYERS)
+    prompt, size = RAGGED[:1], {"max_new": 64}
+    entries = {
+        "read": lambda tx: kvjax.read(model(), prompt, transform=tx, **size).layers,
+        "ReadOnce": lambda tx: ReadOnce(model(), prompt, [tx], **size).context(tx).layers,
+        "calibrated": lambda tx: kvjax.bind(kvjax.calibrated(tx, model(), []), LAYERS),
+    }
+    for entry, layers_of in entries.items():
+        assert layers_of(named) == layers, entry
+    results = [generate(prompt, tx, max_new_tokens=2) for tx in (named, loaded)]
+    results.append(ended(kvjax.stream(model(), prompt, transform=named, max_new_tokens=2)))
+    assert len({(*result.tokens[0], result.cache_bytes) for result in results}) == 1
+    first, second = measure_fidelities(model(), [named, loaded], prompt, new_tokens=2)
+    np.testing.assert_array_equal(first.error, second.error)
+    plans = [plan(model(), tx, max_prompt=64, max_new=16) for tx in (named, loaded)]
+    assert plans[0].request == plans[1].request
+
+
+def ended(stream):
+    list(stream)
+    return stream.result
+
+
+def test_one_reading_takes_any_named_profile_and_keeps_what_it_has_read(tmp_path):
+    path, other = (str(tmp_path / name) for name in ("heads", "other"))
+    for place in (path, other):
+        kvjax.save_profile(place, UNEQUAL, model())
+    named, later = kvjax.ByHead(SNAPKV, path), kvjax.ByHead(SNAPKV, other)
+    once = ReadOnce(model(), RAGGED[:1], [named])
+    (tmp_path / "heads").unlink()
+    assert once.context(named).layers == once.context(later).layers
+    with pytest.raises(ValueError, match="there is no profile of heads at"):
+        ReadOnce(model(), RAGGED[:1], [named])
+
+
+def test_entry_points_refuse_a_profile_of_other_weights(tmp_path):
+    path = str(tmp_path / "heads.safetensors")
+    kvjax.save_profile(path, UNEQUAL, random_decoder(CONFIG, seed=4))
+    tx = kvjax.ByHead(SNAPKV, path)
+    for refused in (
+        lambda: kvjax.read(model(), RAGGED[:1], transform=tx),
+        lambda: kvjax.generate(model(), RAGGED[:1], transform=tx),
+        lambda: kvjax.stream(model(), RAGGED[:1], transform=tx),
+        lambda: ReadOnce(model(), RAGGED[:1], [tx]),
+        lambda: measure_fidelities(model(), [tx], RAGGED[:1]),
+    ):
+        with pytest.raises(ValueError, match="of another model: its weights"):
+            refused()
 
 
 def test_calibrated_gives_each_its_profile(tmp_path, monkeypatch):

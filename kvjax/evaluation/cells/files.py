@@ -46,9 +46,13 @@ class Journal:
         sets, chat templates or lists of words change, the hashes differ, and the folder is refused.
       transforms: transform with all its parameters, as text, for each method and budget, which is
         kept with their cells. If a method's defaults change, its cells are measured again.
+      origins: what else the results of each method and budget depend on (`kvjax.origins`), which is
+        kept and compared likewise. Cells without it, which earlier versions wrote, are measured
+        again.
 
     Attributes:
       finished: the cells that did not fail and need not be measured again.
+      changed: the methods and budgets whose cells are measured again, with the reason.
     """
 
     def __init__(
@@ -58,12 +62,14 @@ class Journal:
         asked: Mapping[str, Any],
         prompts: Mapping[Unit, str] = MappingProxyType({}),
         transforms: Mapping[CandidateKey, str] = MappingProxyType({}),
+        origins: Mapping[CandidateKey, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
         self.finished: dict[Cell, dict[str, Any]] = {}
+        self.changed: dict[CandidateKey, str] = {}
         self._failed: dict[Cell, dict[str, Any]] = {}
         self._settings, self._path = {**settings}, None
         self._asked, self._prompts = json.loads(_dumps(asked)), prompts
-        self._transforms = transforms
+        self._made_from = {"transform": transforms, "origin": origins}
         if folder is None:
             return
         check_folder(folder)
@@ -72,14 +78,16 @@ class Journal:
         if kept is not None:
             _check_settings(folder, kept[0], settings)
             self._asked = _joined(kept[1], self._asked)
-        lines = _journal_lines(self._path)
+        lines, is_cut = _journal_lines(self._path)
         # Failed cells are measured again, and so are cells of a method that has changed.
-        self.finished = {
-            cell: record
-            for cell, record in _cells(self._path, lines).items()
-            if "failed" not in record
-            and record.get("transform") == transforms.get(cell.key, record.get("transform"))
-        }
+        for cell, record in _cells(self._path, lines).items():
+            if "failed" in record:
+                continue
+            reason = _change(record, self._made_from_now(cell.key))
+            if reason is None:
+                self.finished[cell] = record
+            else:
+                self.changed[cell.key] = reason
         for cell, record in self.finished.items():
             if record.get("prompts") != prompts.get(cell.unit, record.get("prompts")):
                 raise ValueError(
@@ -91,8 +99,8 @@ class Journal:
         machine = {**environment(), "kvjax": importlib.metadata.version("kvjax")}
         content = {"settings": self._settings, "asked": self._asked, "machine": machine}
         write_whole(folder / SETTINGS, _dumps(content))
-        if self._path.exists():
-            # An interruption may have left part of a line, to which the next one would be added.
+        if is_cut:
+            # An interruption has left part of a line, to which the next one would be added.
             with writing(self._path):
                 os.truncate(self._path, sum(len(line) + 1 for line in lines))
 
@@ -100,8 +108,7 @@ class Journal:
         """Keeps a cell, and returns when it is on the disk."""
         if cell.unit in self._prompts:
             record = {**record, "prompts": self._prompts[cell.unit]}
-        if cell.key in self._transforms:
-            record = {**record, "transform": self._transforms[cell.key]}
+        record = {**record, **self._made_from_now(cell.key)}
         (self._failed if "failed" in record else self.finished)[cell] = record
         if self._path is None:
             return
@@ -109,6 +116,10 @@ class Journal:
             file.write(json.dumps({"cell": cell, "found": _plain(record)}) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+    def _made_from_now(self, key: CandidateKey) -> dict[str, Any]:
+        """Returns what is kept with the cells of a method and budget, so far as it is known."""
+        return {name: values[key] for name, values in self._made_from.items() if key in values}
 
     def results(self) -> Results:
         """Returns the results of all cells, failed ones included, in the order of the cells."""
@@ -128,7 +139,7 @@ def read_results(folder: str | os.PathLike[str]) -> Results:
     if kept is None:
         raise ValueError(f"{folder} holds no comparison: there is no {SETTINGS}")
     path = folder / CELLS
-    return _results(*kept, _cells(path, _journal_lines(path)))
+    return _results(*kept, _cells(path, _journal_lines(path)[0]))
 
 
 def _results(
@@ -143,24 +154,66 @@ def _results(
     return Results({**settings, **asked}, {cell: plain[cell] for cell in sorted(plain, key=text)})
 
 
-def _journal_lines(path: Path) -> list[bytes]:
-    """Reads the complete lines; an interruption may have left part of one after the last."""
+def _journal_lines(path: Path) -> tuple[list[bytes], bool]:
+    """Reads the complete lines, and whether an interruption has left part of one after them."""
     content = read_regular(path, _MOST_JOURNAL_BYTES) if path.exists() else b""
-    return content.split(b"\n")[:-1]
+    *lines, rest = content.split(b"\n")
+    return lines, bool(rest)
 
 
 def _cells(path: Path, lines: Sequence[bytes]) -> dict[Cell, dict[str, Any]]:
-    """Returns every cell with its last record."""
+    """Returns every cell with its last record.
+
+    Where a method was measured again since it had changed, its cells from before are left out.
+    """
     cells: dict[Cell, dict[str, Any]] = {}
+    newest: dict[CandidateKey, dict[str, Any]] = {}
     for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
-            cells[Cell(*record["cell"])] = {**record["found"]}
+            content = json.loads(line)
+            cell = Cell(*content["cell"])
+            cells[cell] = newest[cell.key] = {**content["found"]}
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(
                 f"{path} is damaged in line {number}: remove the line or the file"
             ) from error
-    return cells
+    return {cell: x for cell, x in cells.items() if _made_alike(x, newest[cell.key])}
+
+
+def _made_alike(record: Mapping[str, Any], newest: Mapping[str, Any]) -> bool:
+    """Returns whether a method was the same in a record and in its newest one.
+
+    The first records of some folders lack its parameters, and count for the same method.
+    """
+    transform = newest.get("transform")
+    same_transform = record.get("transform", transform) == transform
+    return same_transform and record.get("origin") == newest.get("origin")
+
+
+def _change(record: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
+    """Returns why a record is of something else than what is wanted now; None if it is not.
+
+    Args:
+      record: of a cell, from a file.
+      wanted: `transform` and `origin` of its method, so far as they are known.
+    """
+    if "origin" in wanted:
+        now, before = wanted["origin"], record.get("origin")
+        if before is None:
+            return "kept by an earlier version, which did not write what it had measured"
+        if before["kvjax"] != now["kvjax"]:
+            return f"measured by kvjax {before['kvjax']}, and this is {now['kvjax']}"
+        if now["source"] is None:
+            return "its source cannot be read, and may have changed"
+        if before["source"] != now["source"]:
+            return "its source has changed"
+        files = before["files"].keys() | now["files"].keys()
+        changed = [x for x in sorted(files) if before["files"].get(x) != now["files"].get(x)]
+        if changed:
+            return f"{', '.join(changed)} has changed"
+    if "transform" in wanted and record.get("transform") != wanted["transform"]:
+        return "its parameters have changed"
+    return None
 
 
 def _kept_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:

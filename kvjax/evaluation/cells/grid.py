@@ -80,14 +80,14 @@ class Candidate:
     @property
     def name(self) -> str:
         """Method and budget as text for people."""
-        return _name(self.method, self.budget)
+        return candidate_name(self.method, self.budget)
 
     def named(self) -> dict[str, Any]:
         """Returns method and budget as `--json` prints them."""
         return {"method": self.method, "budget": self.budget}
 
 
-def _name(method: str, budget: int | float | None) -> str:
+def candidate_name(method: str, budget: int | float | None) -> str:
     """Formats method and budget for people."""
     return method if budget is None else f"{method} {budget}"
 
@@ -140,7 +140,7 @@ class Cell(NamedTuple):
     @property
     def candidate(self) -> str:
         """Method and budget as text for people."""
-        return _name(*self.key)
+        return candidate_name(*self.key)
 
     def __str__(self) -> str:
         """Returns the text for a message."""

@@ -152,6 +152,17 @@ class Results:
                 dropped[cell.candidate] += lost
         return dict(dropped)
 
+    def versions(self) -> dict[str, list[str]]:
+        """Returns the methods and budgets that each version of kvjax has measured.
+
+        Cells that were kept before their version was written count for `"an earlier version"`.
+        """
+        by_version: dict[str, dict[str, None]] = {}
+        for cell, record in self._current.items():
+            version = record.get("origin", {}).get("kvjax", "an earlier version")
+            by_version.setdefault(version, {})[cell.candidate] = None
+        return {version: list(names) for version, names in by_version.items()}
+
     def missing(self) -> int:
         """Returns the number of rows with no cases yet, or fewer than others of their panel."""
         most: dict[tuple, int] = {}

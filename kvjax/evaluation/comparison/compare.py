@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,14 @@ from kvjax.attention.layer import layer_caches
 from kvjax.compose.bind import bind
 from kvjax.devices import automatic
 from kvjax.evaluation.cells import files
-from kvjax.evaluation.cells.grid import Candidate, Cell, Grid, Unit
+from kvjax.evaluation.cells.grid import (
+    Candidate,
+    CandidateKey,
+    Cell,
+    Grid,
+    Unit,
+    candidate_name,
+)
 from kvjax.evaluation.cells.results import Results
 from kvjax.evaluation.fidelity.fidelity import Fidelity, measure_fidelities
 from kvjax.evaluation.fidelity.perplexity import context_nll
@@ -27,11 +36,12 @@ from kvjax.generation.context import Context
 from kvjax.generation.continuation import decoder, new_text
 from kvjax.generation.fingerprints import Fingerprint, checksum
 from kvjax.generation.generate import generate
-from kvjax.generation.head_profiles import sample_of, with_profiles
+from kvjax.generation.head_profiles import sample_of, with_named_profiles, with_profiles
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.prompt_checks import bucket
 from kvjax.generation.read_once import ReadOnce
 from kvjax.generation.repetition import Repetition
+from kvjax.origins import origin
 from kvjax.protocol import KVTransform
 
 from .material import Material
@@ -43,6 +53,11 @@ _ROWS_BYTES = 2**31  # rough limit on the full cache of all prompts that are rea
 # Ten divides the usual numbers of cases, so that most units have the same shape to compile.
 _MOST_ROWS = 10
 _COMPRESSING = 0.1  # rough cost of a method on a prompt, as a share of reading the prompt
+
+
+def _warn(note: str) -> None:
+    """Gives a note as a warning to those who call `compare`."""
+    warnings.warn(note, UserWarning, stacklevel=5)
 
 
 def compare(
@@ -93,6 +108,10 @@ def compare(
       out: folder for the files of `write_report`; None writes nothing. Finished cells are kept in
         it, with their answers and seconds. So the same call continues an interrupted one, and a
         call with more methods, budgets, tasks, lengths or cases measures only the missing cells.
+        Cells of a method that has changed since are measured again, and a warning says so: another
+        version of kvjax measured them, its parameters are others, or the content of a file that it
+        names, or the source of a method of one's own (`kvjax.origins`). So are cells that earlier
+        versions kept without all of that.
       on_progress: called before every unit and at the end with the work done, the total work (both
         in tokens to read, roughly), and a name for the next unit.
       grid: methods, budgets, tasks, lengths, questions, depths, cases, seed, chat, max_new; see
@@ -100,8 +119,9 @@ def compare(
 
     Raises:
       TypeError, ValueError: raised before anything is computed or written, if `Grid.of` or
-        `kvjax.generate` raises, if the text is too short, or if the folder cannot be written to or
-        holds a comparison of something else or of other prompts.
+        `kvjax.generate` raises, if the text is too short, if a method names a profile of heads that
+        is not there or not the model's, or if the folder cannot be written to or holds a comparison
+        of something else or of other prompts.
 
     Example:
       >>> from kvjax.evaluation import compare
@@ -129,8 +149,13 @@ def run(
     name: str = "",
     out: str | os.PathLike[str] | None = None,
     on_progress: OnProgress | None = None,
+    on_note: Callable[[str], None] = _warn,
 ) -> Results:
-    """Runs `compare` for a grid whose prompts were made before; the arguments are the same."""
+    """Runs `compare` for a grid whose prompts were made before; the arguments are the same.
+
+    Args:
+      on_note: is called with a line about the cells that are measured again, if there are any.
+    """
     grid, functional = material.grid, as_functional(model)
     grid.check_model(functional.num_layers)
     material.check(functional)
@@ -154,9 +179,13 @@ def run(
     measure = _Measure(material, functional, end_tokens)
     prompts = {unit: material.digest(unit) for unit in measure.units()}
     transforms = {candidate.key: repr(candidate.transform) for candidate in grid.candidates}
+    origins = {candidate.key: origin(candidate.transform) for candidate in grid.candidates}
     journal = files.Journal(
-        None if out is None else Path(out), settings, material.asked(), prompts, transforms
-    )
+        None if out is None else Path(out), settings, material.asked(), prompts, transforms,
+        origins,
+    )  # fmt: skip
+    if journal.changed:
+        on_note(_measured_again(journal.changed))
     _measure_all(measure, journal, on_progress or (lambda done, total, what: None))
     results = journal.results()
     if out is not None:
@@ -167,12 +196,20 @@ def run(
     return results
 
 
+def _measured_again(changed: Mapping[CandidateKey, str]) -> str:
+    """Returns a line about methods and budgets whose cells are measured again, by reason."""
+    names: dict[str, list[str]] = {}
+    for key, reason in changed.items():
+        names.setdefault(reason, []).append(candidate_name(*key))
+    groups = (f"{', '.join(of_reason)} ({reason})" for reason, of_reason in names.items())
+    return f"measured again: {'; '.join(groups)}"
+
+
 def _measure_all(measure: _Measure, journal: files.Journal, report: OnProgress) -> None:
     """Measures every cell that the journal does not have, unit by unit."""
-    grid = measure.material.grid
     unfinished = {}
     for unit in measure.units():
-        missing = [c for c in grid.candidates if Cell(*unit, *c.key) not in journal.finished]
+        missing = [c for c in measure.candidates if Cell(*unit, *c.key) not in journal.finished]
         if missing:
             unfinished[unit] = missing
     costs = {  # in tokens read
@@ -191,12 +228,21 @@ def _measure_all(measure: _Measure, journal: files.Journal, report: OnProgress) 
 
 
 class _Measure:
-    """Measures the cells of a unit, candidate by candidate."""
+    """Measures the cells of a unit, candidate by candidate.
+
+    Attributes:
+      candidates: those of the material's grid, with the profiles that they name.
+    """
 
     def __init__(
         self, material: Material, model: FunctionalModel, end_tokens: tuple[int, ...]
     ) -> None:
         self.material, self.model, self.end_tokens = material, model, end_tokens
+        # Files are read now: a comparison takes hours, in which they may change.
+        self.candidates = [
+            dataclasses.replace(x, transform=with_named_profiles(x.transform, model))
+            for x in material.grid.candidates
+        ]
         self._decode = decoder(material.tokenizer)
         self._repetition = Repetition.of(material.tokenizer)
         # Candidates of several units share a transform, which is calibrated once.

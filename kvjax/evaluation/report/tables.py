@@ -109,8 +109,11 @@ def missing_rows(results: Results) -> list[str]:
 
 
 def notes(results: Results) -> list[str]:
-    """Returns notes on missing rows, and on tasks whose full cache is at the floor."""
+    """Returns notes on missing rows, on versions, and on tasks whose full cache is at the floor."""
     sentences = missing_rows(results)
+    if len(versions := results.versions()) > 1:
+        groups = (f"{version} ({', '.join(names)})" for version, names in versions.items())
+        sentences.append(f"Measured by several versions of kvjax: {printable('; '.join(groups))}.")
     floors: dict[str, list[str]] = {}
     for task, length, question in filter(results.at_floor, results.panels()):
         floors.setdefault(panel_name(task, question), []).append(f"{length:,}")
