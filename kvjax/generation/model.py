@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -197,6 +198,13 @@ class _Apply:
 
     model: nnx.GraphDef | Callable
     method: str = "__call__"
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.model, self.method))
+
+    def __hash__(self) -> int:
+        return self._hash  # that of a model's structure takes milliseconds, and is asked for often
 
     def __call__(self, params, *args, **kwargs):
         model = self.model

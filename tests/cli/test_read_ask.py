@@ -158,7 +158,7 @@ def test_a_form_that_takes_no_more_and_loses_nothing_is_named(capsys, read, docu
     whole = record["whole"]
     assert whole["method"] == "quantize" and whole["cache_bytes"] < record["cache_bytes"]
     assert read("--method", "quantize")["cache_bytes"] == whole["cache_bytes"]
-    assert read("--method", "quantize(bits=4)")["whole"] is None
+    assert read("--method", "full")["whole"] is None
     assert read("--method", "h2o", "--budget", "16")["whole"] is None
     args = ["read", document, "--out", document.parent / "out", "--model", tinystories]
     assert main([str(arg) for arg in (*args, "--method", "kvzip", "--budget", "0.5")]) == 0
