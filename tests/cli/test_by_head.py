@@ -136,8 +136,10 @@ def test_a_chat_has_a_document_in_its_first_turn(capsys, monkeypatch, heads, tin
     args = "chat", "--model", tinystories, "--method", method, "--budget", "0.3", "--max-new", "4"
     assert main([str(x) for x in args]) == 0
     out, err = capsys.readouterr()
-    assert "of a full one; room for" in out and len(out.strip().split("\n")) >= 2
-    assert all("cut by --max-new" in line for line in err.strip().split("\n"))
+    assert " for what was said (" in out and len(out.strip().split("\n")) >= 2
+    whole, *cuts = err.strip().split("\n")
+    assert whole.startswith(f"{method} takes no less than quantize, which keeps every token in ")
+    assert all("cut by --max-new" in line for line in cuts)
 
 
 def test_a_hint_where_the_end_of_a_document_decides(capsys, read):
