@@ -67,7 +67,7 @@ def occupancy(caches: Cache | tuple[Cache, ...]) -> Occupancy:
       >>> cache = kvjax.init_cache(kvjax.Full(), batch=1, kv_heads=2, head_dim=4, max_prompt=6,
       ...                          max_new=2, dtype="float32")
       >>> occupancy(cache).room_slots, occupancy(cache).room_bytes, kvjax.nbytes(cache)
-      (8.0, 656, 680)
+      (8.0, 656, 676)
     """
     total = Occupancy(0, 0, 0, 0, 0)
     for part in layer_caches(caches):

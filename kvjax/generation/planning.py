@@ -237,13 +237,17 @@ def whole_plans(model: LanguageModel | FunctionalModel, **sizes: Any) -> Iterato
     """Yields plans of stored forms that keep every token, the most faithful form first.
 
     They are those of `Quantize` in 8 bits and, if groups of 4 bits divide the model's channels, in
-    4 bits.
+    4 bits. There are none where the model has fewer positions than these tokens.
 
     Args:
       sizes: all other arguments of `plan`.
     """
+    functional = as_functional(model)
+    positions, tokens = functional.max_positions, sizes["max_prompt"] + sizes["max_new"]
+    if positions is not None and tokens > positions:
+        return
     yield plan(model, Quantize(), **sizes)
-    if as_functional(model).head_dim % GROUP == 0:
+    if functional.head_dim % GROUP == 0:
         yield plan(model, Quantize(bits=4), **sizes)
 
 
