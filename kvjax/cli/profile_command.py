@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
     options.add_model(parser)
     parser.add_argument("--method", metavar="NAME", default="kvzip",
-        help="a method that scores tokens: kvzip, snapkv or h2o (default: kvzip)")  # fmt: skip
+        help="a method that by_head takes, such as kvzip and snapkv (default: kvzip)")  # fmt: skip
     parser.add_argument("--out", metavar="FILE", required=True, help="safetensors file to write")
     parser.add_argument("--text", metavar="FILE",
         help="UTF-8 file to take the pieces from; - is standard input (default: the text that "

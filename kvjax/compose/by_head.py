@@ -113,8 +113,8 @@ class ByHead(LayerChoice):
             )
         check_part("safeguard", self.safeguard)
         _ = self.method  # raises where there is none
-        whole = map_methods(_WithShares(((1.0,),), (0,)), self.base)
         try:
+            whole = map_methods(_WithShares(((1.0,),), (0,)), self.base)
             # What stands behind may need a calibration, which comes with the profile.
             foreseen(chain(*(x for x in parts_of(whole) if x.stage == Stage.EVICT)), "prompt")
         except TypeError as error:

@@ -72,9 +72,9 @@ def calibrate_heads(
 
     Args:
       model: as for `kvjax.generate`.
-      transform: a method that keeps the tokens with the highest scores at a prompt's end and
-        leaves new tokens alone, such as `KVzip` and `SnapKV`, or its text form. Its budget does not
-        matter.
+      transform: a method that `ByHead` takes, or its text form: it keeps the tokens with the
+        highest scores at a prompt's end, and leaves new ones alone, such as `KVzip` and `SnapKV`.
+        Its budget does not matter.
       sample: token ids of some texts, of a thousand tokens or more.
       repetition: how the texts are repeated, if the method looks at that.
       on_layer: called with the number of each layer once it has read a text, text after text.
@@ -83,8 +83,9 @@ def calibrate_heads(
       The profile for `kvjax.ByHead`.
 
     Raises:
-      TypeError, ValueError: what `kvjax.generate` raises for prompts; a method without scores or
-        without a name; a model all of whose layers have sliding windows.
+      TypeError, ValueError: what `kvjax.generate` raises for prompts; a method without scores,
+        without a name, or one that `ByHead` does not take; a model all of whose layers have sliding
+        windows.
 
     Example:
       >>> import kvjax
@@ -98,8 +99,7 @@ def calibrate_heads(
     """
     functional = as_functional(model)
     transform = as_transform(transform, "calibrate_heads")
-    if getattr(foreseen(transform, "prompt"), "score", None) is None:
-        raise ValueError(f"calibrate_heads needs a method that scores tokens, got {transform!r}")
+    check_scores(transform)
     name = heads_method(transform)  # raises where there is none
     windows = functional.windows or (None,) * functional.num_layers
     whole = np.array([window is None for window in windows])  # layers without a window
@@ -124,6 +124,21 @@ def calibrate_heads(
     table = np.tile(of_whole.mean((0, 1)), (functional.num_layers, functional.kv_heads, 1))
     table[whole] = of_whole
     return HeadProfile(table, name)
+
+
+def check_scores(transform: KVTransform) -> None:
+    """Raises ValueError unless a profile of heads can be made of a method's scores, and be used."""
+    try:
+        ByHead(dataclasses.replace(transform, budget=0.5))  # pyright: ignore[reportCallIssue]
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            "a profile of heads needs a method that by_head takes, such as KVzip and SnapKV, got "
+            f"{brief(transform)}"
+        ) from error
+    if getattr(foreseen(transform, "prompt"), "score", None) is None:
+        raise ValueError(
+            f"a profile of heads needs a method that scores tokens, got {brief(transform)}"
+        )
 
 
 def heads_method(method: KVTransform) -> str:

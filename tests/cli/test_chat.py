@@ -102,9 +102,9 @@ def test_a_turn_without_room_is_refused_and_changes_nothing(chat):
     )[0].splitlines()  # fmt: skip
     expected = chat("Once upon a time", "Then", options=options)[0].splitlines()
     assert [first, second] == expected and before == after
-    err = chat("Once upon a time", "one two three " * 4, options=options)[1].removeprefix(CUT)
-    assert "at most 8 tokens to fit into the cache of KVzip(" in err
-    assert err.endswith("in row 0\n") and err.count("\n") == 1
+    refused = chat("Once upon a time", "one two three " * 4, options=options)[1].splitlines()[-1]
+    assert "at most 8 tokens to fit into the cache of KVzip(" in refused
+    assert refused.endswith("in row 0")
 
 
 def test_answers_have_room_too(chat):

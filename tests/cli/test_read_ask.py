@@ -146,7 +146,8 @@ def test_room_is_no_more_than_was_asked_for(read, tmp_path):
     assert (record["kept_slots"], record["room_slots"]) == (20, 64 + 8)
     assert record["kept_bytes"] + record["room_bytes"] == record["cache_bytes"]
     assert context_about(tmp_path / "out")["method"] == "kvzip"
-    record = read("--max-new", "8", "--method", "kvzip(room=16)", "--budget", "20")
+    few = "--max-questions", "16", "--max-new", "8"
+    record = read(*few, "--method", "kvzip(room=16)", "--budget", "20")
     assert record["room_slots"] == 16 + 8
     record = read("--max-questions", "3", "--max-new", "8")
     assert (record["kept_slots"], record["room_slots"]) == (record["prompt_tokens"], 3 + 8)

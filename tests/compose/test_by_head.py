@@ -344,6 +344,9 @@ BAD = {
     "two shares": (lambda: ByHead(chain(KVZIP, SNAPKV), SMALL), ValueError, "one method"),
     "no share": (lambda: ByHead(kvjax.Full(), SMALL), ValueError, "Full"),
     "while decoding": (lambda: ByHead(kvjax.H2O(0.2), SMALL), ValueError, "compresses prompts"),
+    "a window": (
+        lambda: ByHead(kvjax.CaM(kvjax.StreamingLLM(0.2)), SMALL), ValueError, "compresses prompts"
+    ),
     "no profile": (lambda: ByHead(KVZIP, 0.3), TypeError, "HeadProfile", "0.3"),
     "safeguard": (lambda: ByHead(KVZIP, SMALL, 1.5), ValueError, "safeguard must lie in", "1.5"),
     "safeguard's type": (lambda: ByHead(KVZIP, SMALL, "a"), TypeError, "safeguard", "'a'"),

@@ -21,7 +21,6 @@ from kvjax.models import random_decoder
 from kvjax.registry import METHODS
 from tests.generation.test_generate import CONFIG, RAGGED, generate, model
 from tests.references import head_shares
-from tests.references.h2o import H2O
 from tests.references.repetition import repetition
 from tests.references.snapkv import SnapKV, pool
 from tests.support.defaults import change_default
@@ -67,13 +66,6 @@ def snapkv_score(text, layer, head) -> np.ndarray:
     return np.append(reference.prefix_scores(), np.zeros(8))
 
 
-def h2o_score(text, layer, head) -> np.ndarray:
-    q, k, v = of_head(text, layer, head)
-    reference = H2O(len(text))
-    reference.prompt(q, k, v, np.arange(len(text)))
-    return reference.slots.scores.mean(0)
-
-
 def kvzip_score(text, layer, head) -> np.ndarray:
     q, k, v = of_head(text, layer, head)
     at = np.arange(len(text))
@@ -86,10 +78,9 @@ def kvzip_score(text, layer, head) -> np.ndarray:
     ("method", "score"),
     [
         (kvjax.SnapKV(0.5, window=8, kernel=3), snapkv_score),
-        (kvjax.H2O(0.5), h2o_score),
         (kvjax.KVzip(0.5), kvzip_score),
     ],
-    ids=["snapkv", "h2o", "kvzip"],
+    ids=["snapkv", "kvzip"],
 )
 def test_it_is_made_of_the_references_scores(method, score):
     """Shares differ by a token at most, where rounding decides which side of a threshold it is."""
@@ -173,6 +164,15 @@ def test_a_method_without_a_name_is_refused_before_anything_is_read():
     unread = kvjax.FunctionalModel(call, (), LAYERS, HEADS * GROUP, HEADS, DIM, VOCAB)
     with pytest.raises(ValueError, match=r"needs a name \(kvjax.register\)"):
         kvjax.calibrate_heads(unread, Mine(0.5), SAMPLE)
+
+
+@pytest.mark.parametrize(
+    "method", [kvjax.H2O(0.5), kvjax.StreamingLLM(0.5), kvjax.ClusterKV(0.5), kvjax.Full()]
+)
+def test_what_by_head_does_not_take_has_no_profile(method):
+    unread = kvjax.FunctionalModel(None, (), LAYERS, HEADS * GROUP, HEADS, DIM, VOCAB)
+    with pytest.raises(ValueError, match="needs a method that by_head takes"):
+        kvjax.calibrate_heads(unread, method, SAMPLE)
 
 
 def test_where_it_cannot_be_written_is_an_error_of_the_system(tmp_path):

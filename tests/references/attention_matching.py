@@ -79,3 +79,15 @@ def values(
     new = v.copy()
     new[fitted] += np.linalg.lstsq(rows, wanted, rcond=None)[0]
     return new
+
+
+def choice_error(
+    x: np.ndarray, lse: np.ndarray, mass: np.ndarray, v: np.ndarray, out: np.ndarray, w: float
+) -> float:
+    """sum_n || X V - Y ||^2 + w tanh((log sum_s B[s] exp(x[n, s]) - lse[n]) / 2)^2.
+
+    tanh(d / 2) = (r - 1) / (r + 1) with r = exp(d), the sum over the slots divided by exp(lse).
+    """
+    ratio = np.exp(x - lse[:, None]) @ mass
+    off = (ratio - 1) / (ratio + 1)
+    return float(np.square(weights(x, mass) @ v - out).sum() + w * np.square(off).sum())

@@ -64,8 +64,14 @@ def fit(
     could get any value.
 
     Of the masses and values that there were, the new masses with the values that there were, and
-    both new, each head gets the pair with the smallest `‖X v − out‖`. So no head is worse than
-    before for these queries.
+    both new, each head gets the pair with the smallest
+
+        Σ_n ‖(X v)[n] − out[n]‖² + w · tanh²((lse_B[n] − lse[n]) / 2)
+
+    with `lse_B[n] = log Σ_s exp(x[n, s]) B[s]`, and w the mean of `‖v[s]‖²` before the fit. It is
+    four times the error of the outputs beside later tokens that weigh as much as all tokens before
+    them, and whose values differ from the outputs by w. So no head is worse than before for these
+    queries, and masses count where outputs alone would not tell them apart.
 
     Memory is O(P² + 1024·S) for P slots that may be fitted: heads come one after the other, queries
     in blocks. Time grows with `P·S`.
@@ -180,13 +186,18 @@ def _fit_head(
         return ratio.T @ ratio, rest @ ratio
 
     def for_values(logits, out_n, lse_n):
-        weights, error = _mixed(logits, out_n, new_mass, v)
+        weights, error, _ = _mixed(logits, out_n, new_mass, v)
         weights = jnp.where(fitted[None], weights[:, :most], 0)
         return weights.T @ weights, weights.T @ error
 
     def for_errors(logits, out_n, lse_n):
-        each = (_mixed(logits, out_n, mass, values)[1] for mass, values in candidates)
-        return jnp.stack([jnp.square(error).sum() for error in each])
+        def of(mass, values):
+            _, error, total = _mixed(logits, out_n, mass, values)
+            off = jnp.tanh((total - finite_or_zero(lse_n)) / 2)
+            off = jnp.where(total > -jnp.inf, off, 0)
+            return jnp.square(error).sum() + value_norm * jnp.square(off).sum()
+
+        return jnp.stack([of(*candidate) for candidate in candidates])
 
     gram, sums = sum_over_queries(for_masses, (square, square[0]))
     new_mass = jnp.pad(_masses(gram, sums, lookups_of_slot), behind)
@@ -195,6 +206,7 @@ def _fit_head(
     new_v = v + jnp.pad(_added_values(gram, moments, lookups_of_slot), (behind, (0, 0)))
     new_v = new_v.astype(dtype).astype(jnp.float32)
     candidates = (log_mass, v), (new_mass, v), (new_mass, new_v)
+    value_norm = jnp.square(v).sum() / jnp.maximum(live.sum(dtype=jnp.float32), 1)
     errors = sum_over_queries(for_errors, jnp.zeros(len(candidates), jnp.float32))
     best = jnp.argmin(jnp.where(jnp.isnan(errors), jnp.inf, errors))
     mass, values = (jnp.stack(x)[best] for x in zip(*candidates, strict=True))
@@ -206,16 +218,18 @@ def _mixed(
     out: Float[Array, "N D"],
     log_mass: Float[Array, " S"],
     v: Float[Array, "S D"],
-) -> tuple[Float[Array, "N S"], Float[Array, "N D"]]:
-    """Returns the weights of the slots, and what the mixed values lack of the outputs.
+) -> tuple[Float[Array, "N S"], Float[Array, "N D"], Float[Array, " N"]]:
+    """Returns weights of the slots, what mixed values lack of the outputs, and log-sum-exps.
 
-    Both are 0 for a query that sees nothing, whose logits are all `-inf`.
+    A query that sees nothing, whose logits are all `-inf`, has 0, 0 and `-inf`.
     """
     logits = logits + log_mass[None]
     top = logits.max(1, keepdims=True, initial=-jnp.inf)
     weights = jnp.exp(logits - finite_or_zero(top))
-    weights = weights / or_one(weights.sum(1, keepdims=True))
-    return weights, jnp.where(top > -jnp.inf, out - weights @ v, 0)
+    total = weights.sum(1, keepdims=True)
+    weights = weights / or_one(total)
+    error = jnp.where(top > -jnp.inf, out - weights @ v, 0)
+    return weights, error, (finite_or_zero(top) + jnp.log(total))[:, 0]
 
 
 def _masses(
