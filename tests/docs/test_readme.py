@@ -80,5 +80,5 @@ def test_commands_run(tmp_path, monkeypatch, capsys):
         printed[words[0]] = output.out
     assert printed["generate"].count(demo.document().answer) == 3  # expected, full, and the method
     assert printed["ask"].strip() == f"{demo.document().answer}."
-    shares = [float(share) for share in re.findall(r"([\d.]+) %", printed["generate"])]
+    shares = [float(share) for share in re.findall(r"([\d.]+)%", printed["generate"])]
     assert min(shares) < 4.0
