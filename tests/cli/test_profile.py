@@ -62,7 +62,7 @@ def test_a_profile_is_made_at_first_use_and_found_then(capsys, text, tmp_path, m
 
 
 def test_refused(capsys, text, tmp_path):
-    assert "scores tokens" in error(
+    assert "needs a method that by_head takes" in error(
         capsys, "profile", "--text", text, "--method", "streaming_llm", "--out", tmp_path / "x"
     )
     assert "got the folder" in error(capsys, "profile", "--out", tmp_path)
