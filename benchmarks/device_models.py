@@ -228,15 +228,15 @@ def named_model(variable: str, tiny: bool) -> tuple[Any, Any, list[int]]:
 def model_times(variable: str, method: str, tokens: int, tiny: bool) -> dict[str, Any]:
     """Times the first token and the steps of a model with its own weights."""
     model, tokenizer, text = named_model(variable, tiny)
-    repetition, made = kvjax.Repetition.of(tokenizer), []
+    made = []
     transform = kvjax.calibrated(
         kvjax.parse(method), model, profile_sample(tokenizer, model.config.max_positions),
-        repetition=repetition, on_profile=lambda profile, seconds: made.append(seconds),
+        document=tokenizer, on_profile=lambda profile, seconds: made.append(seconds),
     )  # fmt: skip
     prompt = np.resize(text, tokens).tolist()
     of_plan = planned(model, transform, tokens, 64)
     check_memory(model.config, of_plan, 1, tokens)
-    runs = timed(model, [prompt], transform, STEPS + 1, repetition=repetition)
+    runs = timed(model, [prompt], transform, STEPS + 1, document=tokenizer)
     firsts, each = [run.ttft_s for run in runs], [1e3 * run.tpot_s for run in runs]
     return {
         "first_s": min(firsts), "firsts_s": firsts, "step_ms": min(each), "steps_ms": each,

@@ -37,7 +37,6 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     model, tokenizer = from_pretrained(args.model), load_tokenizer(args.model)
-    repetition = kvjax.Repetition.of(tokenizer)
 
     def shares_of(text: str, start: int, tokens: int) -> np.ndarray:
         """Shares of all heads by a piece of a text."""
@@ -45,7 +44,7 @@ def main() -> None:
         ids = tokenizer(text[: 16 * (start + tokens)]).input_ids[start : start + tokens]
         if len(ids) < tokens:
             raise ValueError(f"the text must have {start + tokens} tokens")
-        profile = kvjax.calibrate_heads(model, kvjax.KVzip(0.5), [ids], repetition=repetition)
+        profile = kvjax.calibrate_heads(model, kvjax.KVzip(0.5), [ids], document=tokenizer)
         return shares(profile.table, args.budget, 0.0).ravel()
 
     text, other = (Path(path).read_text(encoding="utf-8") for path in (args.text, args.other))

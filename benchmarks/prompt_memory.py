@@ -36,8 +36,7 @@ def worker(model_folder: str, text: str, method: str, budget: float, tokens: int
     if len(prompt) < tokens:
         raise ValueError(f"the text must have {tokens} tokens, got {len(prompt)}")
     transform = kvjax.calibrated(kvjax.parse(method, budget), model, [])
-    repetition = kvjax.Repetition.of(tokenizer)
-    options = {"transform": transform, "max_new": 64, "repetition": repetition}
+    options = {"transform": transform, "max_new": 64, "document": tokenizer}
     found, read_layer = [], prompt_pass._read_layer
 
     class Watched:

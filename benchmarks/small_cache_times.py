@@ -62,14 +62,14 @@ class Measure:
     def __init__(self, folder: str, text: str, profile: str) -> None:
         self.model, tokenizer = from_pretrained(folder), load_tokenizer(folder)
         self.ids = tokenizer(Path(text).read_text()).input_ids
-        self.repetition = kvjax.Repetition.of(tokenizer)
+        self.tokenizer = tokenizer
         self.methods = methods(self.model, profile)
 
     def read(self, name: str, tokens: int, start: int = 0) -> kvjax.Context:
         """A document in the cache of a method."""
         return kvjax.read(
             self.model, [self.ids[start : start + tokens]], transform=self.methods[name],
-            max_prompt=tokens + ROOM, max_new=NEW, repetition=self.repetition,
+            max_prompt=tokens + ROOM, max_new=NEW, document=self.tokenizer,
         )  # fmt: skip
 
     def ask(self, context: kvjax.Context, length: int = 24) -> Any:

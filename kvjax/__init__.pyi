@@ -22,7 +22,6 @@ from .generation.decode_loop import Generation
 from .generation.generate import generate, read, stream
 from .generation.head_profiles import calibrate_heads, load_profile, save_profile
 from .generation.model import FunctionalModel, LanguageModel, LayeredModel, ModelParts
-from .generation.repetition import Repetition
 from .generation.sampling import Sampling
 from .protocol import Full, KVTransform
 from .registry import parse, register, unparse
@@ -83,7 +82,6 @@ __all__ = [
     "PyramidKV",
     "Quantize",
     "Quest",
-    "Repetition",
     "Ring",
     "Rope",
     "Sampling",

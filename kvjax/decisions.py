@@ -81,12 +81,13 @@ class Keep(Decision):
 
     Args:
       budget: tokens to keep, of each row, or of each row and KV head.
-      score: importance of each slot, per query head `[B, Q, S]` or per KV head `[B, H, S]`; None:
-        the newer, the more important.
+      score: importance of each slot, per query head `[B, Q, S]` or per KV head `[B, H, S]`; None
+        with `newest_first`.
       always: tokens that stay whatever their score, such as sinks.
       newest: how many of each row's newest positions stay whatever their score.
       reduce: how scores of query heads become one of their KV head; `"layer"`: as `"mean"`, and
         then the mean over all KV heads of a row that hold the same tokens.
+      newest_first: whether the newer tokens are the more important (static).
       values, log_mass: what all slots' values `[B, H, S, D]` and log-masses become, those of free
         slots apart; None: they stay as they are. Not in a decode step.
     """
@@ -96,6 +97,7 @@ class Keep(Decision):
     always: Bool[Array, "B H S"] | None = None
     newest: Int[Array, " B"] | None = None
     reduce: GroupReduce | Literal["layer"] = field(default="mean", metadata={"static": True})
+    newest_first: bool = field(default=False, metadata={"static": True})
     values: Float[Array, "B H S D"] | None = None
     log_mass: Float[Array, "B H S"] | None = None
 
@@ -103,6 +105,11 @@ class Keep(Decision):
 
     def check(self, cache: KVCache, whose: str) -> None:
         """Raises TypeError or ValueError where a field does not fit the cache."""
+        if (self.score is None) != self.newest_first:
+            raise TypeError(
+                f"{whose}: Keep takes a score or newest_first=True, got {self.score!r:.40} and "
+                f"newest_first={self.newest_first}; what a step does not know at a moment is None"
+            )
         batch, heads, slots = cache.shape
         query_heads = heads * cache.group
         rows, lists = [(batch,), (batch, heads)], [(batch, heads, slots)]
@@ -136,7 +143,7 @@ class Keep(Decision):
 
     def head_score(self, cache: KVCache) -> Float[Array, "B H S"]:
         """One score per slot and KV head; NaN is the lowest."""
-        if self.score is None:
+        if self.newest_first:
             return cache.position.astype(jnp.float32)
         score = self.score.astype(jnp.float32)
         if self.reduce == "layer":

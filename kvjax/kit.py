@@ -6,15 +6,21 @@ See `docs/writing-a-method.md`.
 from kvjax.budgets.budgets import Budget, check_budget, most_slots, rows_budget
 from kvjax.cache.payload import Dense, Payload, sum_into, take_slots, write_slots
 from kvjax.cache.rearrange import compact, merge
+from kvjax.cache.record import Record
 from kvjax.cache.selection import evictable, keep_best, newest
 from kvjax.cache.slots import Column, KVCache, append, evict
 from kvjax.checks import check_choice, check_count, check_number
 from kvjax.decisions import Decision, Keep, Mark, Merge, Order, Retain, group_scores
 from kvjax.devices import all_heads
 from kvjax.protocol import (
+    Asking,
+    Chunk,
     Extent,
+    Inputs,
     KVTransform,
+    Look,
     Needs,
+    Probe,
     Stage,
     State,
     Step,
@@ -22,25 +28,35 @@ from kvjax.protocol import (
     Wrapper,
     accumulated_attention,
 )
+from kvjax.transforms.document_budget import DocumentBudget, Documents, Received
 from kvjax.transforms.held_budget import HeldBudget, PromptBudget, decoding_budget, decoding_extent
 from kvjax.transforms.snapkv import by_query_head, window_attention
 
 __all__ = [
+    "Asking",
     "Budget",
+    "Chunk",
     "Column",
     "Decision",
     "Dense",
+    "DocumentBudget",
+    "Documents",
     "Extent",
     "HeldBudget",
+    "Inputs",
     "KVCache",
     "KVTransform",
     "Keep",
+    "Look",
     "Mark",
     "Merge",
     "Needs",
     "Order",
     "Payload",
+    "Probe",
     "PromptBudget",
+    "Received",
+    "Record",
     "Retain",
     "Stage",
     "State",

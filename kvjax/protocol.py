@@ -19,17 +19,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.payload import of_rows, sum_into, take_slots
+from kvjax.cache.record import Record
 from kvjax.cache.slots import KVCache, NotAskedFor
 from kvjax.rope import Rope
 
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
 State = Any
 """What a transform carries beside the slots: a pytree of arrays that never index by slot."""
 
-Phase = Literal["prompt", "repetition", "decode"]
+Phase = Literal["prompt", "probe", "decode"]
 Moment = Literal["prompt", "flush", "step"]
 GroupReduce = Literal["mean", "max", "sum"]
 
@@ -134,6 +137,126 @@ class Extent:
         return dataclasses.replace(self, limit=limit, pinned=self.pinned + slots)
 
 
+class Asking(NamedTuple):
+    """What a probe may use to make the tokens that look at documents, on the host.
+
+    Args:
+      model: the `FunctionalModel` that reads the documents.
+      encode: returns the token ids of a text, without special tokens; None: there are no words.
+      length: most tokens of a row, its document included: positions of what looks go on behind it.
+    """
+
+    model: Any
+    encode: Callable[[str], Sequence[int]] | None
+    length: int
+
+
+class Inputs(NamedTuple):
+    """What entered a layer with some tokens.
+
+    Args:
+      states: what its queries, keys and values are projections of, `[B, T, C]`.
+      norm: Euclidean norm of the residual stream before the layer's own norm, `[B, T]`; None: the
+        model does not give it.
+    """
+
+    states: Float[Array, "B T C"]
+    norm: Float[Array, "B T"] | None = None
+
+
+class Chunk(NamedTuple):
+    """Tokens of a document as they are read in one layer.
+
+    Args:
+      query: queries as the attention has them, `[B, Q, T, D]`.
+      positions: token positions, -1 for padding, `[B, T]`.
+      slots: the slot of each token, `[B, H, T]`; a number behind the last slot for padding.
+      inputs: what entered the layer; None: the probe does not ask for it.
+    """
+
+    query: Float[Array, "B Q T D"]
+    positions: Int[Array, "B T"]
+    slots: Int[Array, "B H T"]
+    inputs: Inputs | None
+
+
+class Look(NamedTuple):
+    """Tokens that have looked at a document in one layer.
+
+    Args:
+      query: rotated queries, `[B, Q, T, D]`.
+      positions: their positions, -1 for padding, `[B, T]`.
+      received: the largest probability that each slot received from a query, in float32, by query
+        head of its KV head, `[B, H, G, S]`.
+    """
+
+    query: Float[Array, "B Q T D"]
+    positions: Int[Array, "B T"]
+    received: Float[Array, "B H G S"]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Notes what a method needs of a document, and may look at it when it has been read.
+
+    A document is a prompt about which questions may come later: the first prompt of a context, and
+    what `kvjax.read` reads. A probe notes what it wants of the document's own tokens. Then tokens
+    of its choice may look: they attend to the document and to each other, and are not stored. This
+    class notes nothing, and tells documents from other prompts by its empty record.
+
+    A probe is a value, as a transform is: hashable, and equal to others with equal fields.
+
+    Class attributes:
+      inputs: whether it notes what enters a layer (`Chunk.inputs`).
+      instructions: texts that it asks with, so that what was learnt with other words is told apart.
+    """
+
+    inputs: ClassVar[bool] = False
+    instructions: ClassVar[tuple[str, ...]] = ()
+
+    def union(self, other: Probe) -> Probe:
+        """Returns the probe whose record has what both note.
+
+        Raises:
+          ValueError: there is none, since one reading of a document has one probe.
+        """
+        if self != other:
+            raise ValueError(f"one reading of a document has one probe, got {self!r} and {other!r}")
+        return self
+
+    def pieces(
+        self, documents: Sequence[Sequence[int]], width: int, asking: Asking
+    ) -> Int[np.ndarray, "B P R"] | None:
+        """Makes the tokens that look, in pieces, each of which sees the document and itself.
+
+        Args:
+          documents: token ids of rows that are read together.
+          width: tokens that the documents are padded to. Programs are compiled for the shape of the
+            pieces, so it should depend on this and not on the documents themselves.
+          asking: what helps to make them.
+
+        Returns:
+          Token ids, -1 for padding; None: no tokens look.
+        """
+        return None
+
+    def empty(self, cache: KVCache) -> Record:
+        """Makes the record before anything has been noted.
+
+        Args:
+          cache: the slots of the layer before the prompt.
+        """
+        return Record()
+
+    def read(self, record: Record, chunk: Chunk) -> Record:
+        """Notes what it wants of tokens of the document; a short one is a single chunk."""
+        return record
+
+    def look(self, record: Record, look: Look) -> Record:
+        """Notes what a piece has looked at."""
+        return record
+
+
 class Needs(NamedTuple):
     """Requests of a transform to an attention call; `attend` computes nothing else.
 
@@ -146,10 +269,8 @@ class Needs(NamedTuple):
       unrotated_keys: the cache stores keys without RoPE, rotated when they are read.
       reposition: keys are rotated at their rank among the live slots and not at their position.
       predicted_query: `View.predicted`, where a model can give it.
-      repetition: the prompt is followed by tokens that attend to it and are not stored, in the
-        phase "repetition": an instruction to repeat it, and itself once more. `Step.repetition` has
-        what its slots received from them.
-      repetition_queries: `Step.repetition_query` holds queries of these tokens, every n-th.
+      probe: documents are looked at once more, or noted while they are read, by this probe, whose
+        record is `Step.record`; None: documents are prompts as others are.
       unfold: every query head has slots of its own: H is then Q, and a token's key and value are
         stored once for each query head of their KV head.
       writes_values: its decisions give slots other values, by merging or adding. Where that is in
@@ -165,14 +286,20 @@ class Needs(NamedTuple):
     unrotated_keys: bool = False
     reposition: bool = False
     predicted_query: bool = False
-    repetition: bool = False
-    repetition_queries: bool = False
     unfold: bool = False
     writes_values: bool = False
+    probe: Probe | None = None
 
     def union(self, other: Needs) -> Needs:
-        """Returns what serves both."""
-        return Needs(*(max(a, b) for a, b in zip(self, other, strict=True)))
+        """Returns what serves both.
+
+        Raises:
+          ValueError: they have probes that do not go together.
+        """
+        probes = [needs.probe for needs in (self, other) if needs.probe is not None]
+        probe = functools.reduce(lambda a, b: a.union(b), probes) if probes else None
+        pairs = zip(self[:-1], other[:-1], strict=True)
+        return Needs(*(max(a, b) for a, b in pairs), probe)
 
     def queries(self, max_prompt: int) -> int:
         """Size of the window of prompt queries."""
@@ -189,16 +316,14 @@ REQUESTS = {  # what a method can read only if one of these fields of `Needs` as
     "mass": ("decode_mass",),
     "query": ("query_window", "query_share"),
     "query_position": ("query_window", "query_share"),
-    "repetition": ("repetition",),
-    "repetition_query": ("repetition_queries",),
-    "repetition_position": ("repetition_queries",),
+    "record": ("probe",),
     "predicted": ("predicted_query",),
     ATTENTION: ("accumulated_attention",),
 }
 
 
-def on_request(**arrays: Array | None) -> dict[str, Array | None]:
-    """Returns the `requested` of a `Step` or `View`: None for all that these arrays are not."""
+def on_request(**arrays: Any) -> dict[str, Any]:
+    """Returns the `requested` of a `Step` or `View`: None for all that these are not."""
     return {name: arrays.get(name) for name in REQUESTS}
 
 
@@ -275,7 +400,7 @@ class Step:
     room: int = field(default=0, metadata={"static": True})
     implementation: str | None = field(default=None, metadata={"static": True})
     output: Float[Array, "B Q T D"] | None = None
-    requested: dict[str, Array | None] = field(default_factory=dict)
+    requested: dict[str, Any] = field(default_factory=dict)
 
     @property
     def mass(self) -> Float[Array, "B Q S"] | None:
@@ -301,28 +426,12 @@ class Step:
         return _asked_for(self.requested, "query_position")
 
     @property
-    def repetition(self) -> Float[Array, "B H S"] | None:
-        """The largest attention probability that each slot received from the prompt's repetition.
+    def record(self) -> Record | None:
+        """What the method's probe has noted of a document, for `Needs.probe`.
 
-        It is taken over all its queries and the query heads of the slot's KV head, `[B, H, S]`
-        float32, for `Needs.repetition`; None where the prompt was not repeated, and at other
-        moments.
+        It is None for prompts that are not documents, such as questions, and at other moments.
         """
-        return _asked_for(self.requested, "repetition")
-
-    @property
-    def repetition_query(self) -> Float[Array, "B Q W D"] | None:
-        """Rotated queries of the prompt's repetition, `[B, Q, W, D]`.
-
-        These are of each row's tokens, every n-th in their order, where n is the smallest power of
-        2 for which they find room, for `Needs.repetition_queries`; None as `repetition` is.
-        """
-        return _asked_for(self.requested, "repetition_query")
-
-    @property
-    def repetition_position(self) -> Int[Array, "B W"] | None:
-        """Positions of `repetition_query`, -1 where there were fewer, `[B, W]`."""
-        return _asked_for(self.requested, "repetition_position")
+        return _asked_for(self.requested, "record")
 
     def of_rows(self, new: State, old: State) -> State:
         """A state whose arrays are `[B, ...]`: `new` in the rows concerned, `old` in the others."""
@@ -356,7 +465,7 @@ class View:
     rows: tuple[Array, Array] | None = None
     window: int | None = field(default=None, metadata={"static": True})
     implementation: str | None = field(default=None, metadata={"static": True})
-    requested: dict[str, Array | None] = field(default_factory=dict)
+    requested: dict[str, Any] = field(default_factory=dict)
 
     @property
     def predicted(self) -> Float[Array, "B Q T D"] | None:
@@ -605,7 +714,7 @@ def selected_by(
     return dataclasses.replace(chosen, cache=cache, requested=view.requested), state
 
 
-def _seen_with(needs: Needs, requested: dict[str, Array | None]) -> dict[str, Array | None]:
+def _seen_with(needs: Needs, requested: dict[str, Any]) -> dict[str, Any]:
     return {name: array for name, array in requested.items() if needs.asks_for(name)}
 
 

@@ -21,11 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from kvjax.attention.layer import LayerCache, QuerySample, QueryWindow, Reading
+from kvjax.attention.layer import LayerCache, QueryWindow, Reading
 from kvjax.budgets.budgets import Share
 from kvjax.budgets.heads import HeadShares
 from kvjax.budgets.layers import LayerBudget
 from kvjax.cache.payload import Dense
+from kvjax.cache.record import Record
 from kvjax.cache.slots import Column, KVCache
 from kvjax.compose.by_head import HeadProfile
 from kvjax.compose.chain import Chain
@@ -46,9 +47,9 @@ from kvjax.transforms.cam import CaMState
 from kvjax.transforms.chelsea.chelsea import Passes
 from kvjax.transforms.chelsea.outlier_heads import OutlierHeads, RemainingBudget
 from kvjax.transforms.clusterkv.clusters import Clusters
+from kvjax.transforms.document_budget import Documents
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
 from kvjax.transforms.kvcrush.kvcrush import KVCrushState
-from kvjax.transforms.kvzip.kvzip import KVzipState
 from kvjax.transforms.pyramidinfer.pyramidinfer import (
     Generated,
     PyramidInferLayer,
@@ -65,9 +66,9 @@ from pallas_kernels.formats.bits import Encoded
 NODES = {
     f"kvjax.{node.__name__}": node
     for node in (
-        AttentionOptions, CaMState, Channels, Clusters, CodebookPayload, Column, Dense, Encoded,
-        Generated, KVCache, KVCrushState, KVzipState, LayerCache, Offloaded, Pages, Passes,
-        Quantized, QuerySample, QueryWindow, Reading, Recent, Repeated, Resident, Rope, Wrapped,
+        AttentionOptions, CaMState, Channels, Clusters, CodebookPayload, Column, Dense, Documents,
+        Encoded, Generated, KVCache, KVCrushState, LayerCache, Offloaded, Pages, Passes, Quantized,
+        QueryWindow, Reading, Recent, Record, Repeated, Resident, Rope, Wrapped,
     )
 }  # fmt: skip
 # Classes of static values, by the names of the classes. Methods have the names of the registry.

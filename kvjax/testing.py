@@ -35,7 +35,7 @@ _BATCH, _KV_HEADS, _QUERY_HEADS, _HEAD_DIM = 3, 2, 4, 32
 _MAX_PROMPT, _MAX_NEW = 64, 96
 _LENGTHS = np.array((40, 29, 6))  # tokens of the rows' prompts
 _WIDTH = 48  # tokens of every prompt call, so that all of them share compiled code
-_REPEATED = 16  # tokens of a prompt's repetition
+_LOOKING = 16  # tokens that look at a prompt
 _STEPS = 9  # decode steps of most checks
 _LONG = _MAX_NEW  # decode steps that bring a row far beyond its prompt and `max_prompt`
 # Compiled code runs only a few times here, so that optimising it would take longer than it saves.
@@ -132,17 +132,17 @@ class _Case:
     ) -> tuple[np.ndarray, Cache]:
         """Returns the outputs of a prompt, and the cache after it.
 
-        Some tokens follow the prompt for methods that look at its repetition.
+        Some tokens look at the prompt for methods with a probe, as at a document.
         """
         attend = functools.partial(self.attend, self.transform, rope=self.rope)
-        repeats = last and any(tx.needs.repetition for tx in by_head_groups(self.transform))
-        ends = last and not repeats
+        looks = last and any(tx.needs.probe for tx in by_head_groups(self.transform))
+        ends = last and not looks
         out, cache = attend(cache, *self.tokens(positions), phase="prompt", last=ends)
-        if repeats:
+        if looks:
             reading: Any = layer_caches(cache)[0]
-            more = np.asarray(reading.kv.length)[:, None] + np.arange(_REPEATED)
+            more = np.asarray(reading.kv.length)[:, None] + np.arange(_LOOKING)
             more = np.where(np.asarray(reading.rows)[:, None], more, -1)
-            _, cache = attend(cache, *self.tokens(more), phase="repetition")
+            _, cache = attend(cache, *self.tokens(more), phase="probe")
         out = np.asarray(out)
         if out[np.broadcast_to((positions < 0)[:, None, :, None], out.shape)].any():
             self.fail("answers padding of a prompt with numbers that are not 0")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 import kvjax
 from kvjax.attention.layer import Cache, layer_caches
 from kvjax.compose.wrappers import by_head_groups
+from kvjax.protocol import Inputs, Phase
 
 from .config import ACTIVATIONS, DecoderConfig
 from .rope_scaling import make_rope
@@ -147,11 +148,15 @@ class Attention(nnx.Module):
         cache: Cache,
         *,
         layer: kvjax.KVTransform,
-        phase: Literal["prompt", "decode"],
+        phase: Phase,
         last: bool = True,
         predicted_query: Float[Array, "B Q T D"] | None = None,
+        residual_norm: Float[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T C"], Cache]:
-        """Returns what attention adds to the residual stream, and the cache with new tokens."""
+        """Returns what attention adds to the residual stream, and the cache with new tokens.
+
+        `residual_norm` is the norm of that stream before the layer, for methods that look at it.
+        """
         q, k, v = self.project(x)
         out, cache = kvjax.attend(
             layer,
@@ -167,6 +172,7 @@ class Attention(nnx.Module):
             window=self.settings.window,
             soft_cap=self.soft_cap,
             predicted_query=predicted_query,
+            inputs=Inputs(x, residual_norm),
         )
         return self.merge(out.astype(x.dtype)), cache
 
@@ -281,7 +287,10 @@ class DecoderLayer(nnx.Module):
 
         `options` are keyword arguments of `Attention`.
         """
-        attended, cache = self.attention(self.attention_input(x), positions, cache, **options)
+        norm = jnp.linalg.norm(x.astype(jnp.float32), axis=-1)  # computed only if it is looked at
+        attended, cache = self.attention(
+            self.attention_input(x), positions, cache, residual_norm=norm, **options
+        )
         if self.norms != "before":
             attended = self.attention_post_norm(attended)
         x = x + attended

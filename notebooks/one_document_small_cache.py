@@ -116,13 +116,12 @@ print(f"{len(document):,} tokens, {len(questions)} questions")
 # hardly the text's. So the profile is made once, from any text.
 
 # %%
-repetition = kvjax.Repetition.of(tokenizer)  # "Repeat the previous context exactly."
 texts = {
     "documentation": tokenizer(demo.document().text).input_ids[:1024],
     "docstrings": tokenizer(held_out).input_ids[-1024:],
 }
 profiles = {
-    name: kvjax.calibrate_heads(model, kvjax.KVzip(0.05), [text], repetition=repetition)
+    name: kvjax.calibrate_heads(model, kvjax.KVzip(0.05), [text], document=tokenizer)
     for name, text in texts.items()
 }
 figure, axes = plt.subplots(figsize=(7.2, 2.8), layout="constrained")
@@ -136,7 +135,8 @@ plt.show()
 #
 # ## Four caches, eight questions
 #
-# `kvjax.read` reads the document and its repetition, layer by layer. The questions come afterwards,
+# `kvjax.read` reads the document and its repetition, layer by layer; the tokenizer gives it words to
+# ask for that ("Repeat the previous context exactly."). The questions come afterwards,
 # all of them in one batch. `ByHead` stores the heads of a layer in rectangles of unequal length, so
 # that bytes are really saved. `room` is that for questions and answers between turns.
 
@@ -152,7 +152,7 @@ answers, contexts = {}, {}
 for name, transform in METHODS.items():
     contexts[name] = kvjax.read(
         model, [document], transform=transform, max_prompt=len(document) + 64, max_new=16,
-        repetition=repetition,
+        document=tokenizer,
     )  # fmt: skip
     result = kvjax.generate(model, questions, context=contexts[name], max_new_tokens=8)
     answers[name] = [answer.split("\n")[0] for answer in tokenizer.batch_decode(result.tokens)]

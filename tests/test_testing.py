@@ -26,12 +26,12 @@ class Newest(kvjax.KVTransform):
         return extent.keep(self.budget)
 
     def on_prompt(self, cache, state, step) -> tuple[Keep, tuple]:
-        return Keep(jnp.full_like(cache.length, self.budget), None), state
+        return Keep(jnp.full_like(cache.length, self.budget), None, newest_first=True), state
 
 
 class KeepsMore(Newest):
     def on_prompt(self, cache, state, step) -> tuple[Keep, tuple]:
-        return Keep(jnp.full_like(cache.length, self.budget + 3), None), state
+        return Keep(jnp.full_like(cache.length, self.budget + 3), None, newest_first=True), state
 
 
 class LooksAtOtherRows(Newest):
@@ -74,7 +74,7 @@ class CountsStepsOfAllRows(CountsPromptsOfAllRows):
         return decoding_extent(extent, self.budget, 1)
 
     def on_prompt(self, cache, state, step) -> tuple[Keep, jax.Array]:
-        return Keep(jnp.full_like(cache.length, self.budget), None), state
+        return Keep(jnp.full_like(cache.length, self.budget), None, newest_first=True), state
 
     def on_step(self, cache, state, step) -> tuple[Keep, jax.Array]:
         steps = state[:, None, None].astype(jnp.float32)
@@ -198,7 +198,7 @@ def test_what_saves_no_bytes_is_warned_of():
 
 class CountsBudget(Newest):
     def on_prompt(self, cache, state, step) -> tuple[Keep, tuple]:
-        return Keep(self.budget, None), state
+        return Keep(self.budget, None, newest_first=True), state
 
 
 class ScoresTokens(Newest):

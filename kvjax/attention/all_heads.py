@@ -150,8 +150,8 @@ def cut(
             dataclasses.replace(
                 part, kv=kv, state=state_of_parts(part.transform, states), window=None
             ),
-            form, new.length > part.kv.length, part.kv.length, queries, repetition=None,
-            sample=None, rope=None, options=options,
+            form, new.length > part.kv.length, part.kv.length, queries, record=None, rope=None,
+            options=options,
         )  # fmt: skip
         after.append(stored(reading))
     return tuple(after)

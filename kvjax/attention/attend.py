@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NoReturn, get_args
 
 import jax
@@ -35,9 +36,9 @@ from kvjax.cache.slots import as_positions
 from kvjax.checks import as_scale, check_array, check_choice, check_logits, check_rope
 from kvjax.compose.chain import parts_of
 from kvjax.compose.foreseen import frees_while_decoding
-from kvjax.compose.wrappers import HeadGroups
+from kvjax.compose.wrappers import HeadGroups, by_head_groups
 from kvjax.devices import explicit_mesh, in_automatic_mode
-from kvjax.protocol import AttentionOptions, KVTransform, Phase, check_transform
+from kvjax.protocol import AttentionOptions, Inputs, KVTransform, Phase, check_transform
 from kvjax.rope import Rope
 from pallas_kernels.base.varying import varying
 
@@ -58,6 +59,7 @@ def attend(
     soft_cap: float | None = None,
     sinks: Float[Array, " Q"] | None = None,
     predicted_query: Float[Array, "B Q T D"] | None = None,
+    inputs: Inputs | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B Q T D"], Cache]:
     """Adds new tokens to a cache, attends over it, and lets the transform compress it.
@@ -76,10 +78,10 @@ def attend(
         `rope` is given.
       positions: token positions, counted from 0, as an array or a list of lists; -1 marks padding,
         which is not stored and gives 0.
-      phase: `"prompt"` or `"decode"` (static). The number of tokens never decides. `"repetition"`:
-        the tokens follow a prompt whose chunks had `last=False`, attend to it and to each other,
-        and are not stored, for methods that look at what a repetition of the prompt attends to
-        (`transform.needs.repetition`). The last such call has `last=True`.
+      phase: `"prompt"` or `"decode"` (static). The number of tokens never decides. `"probe"`: the
+        tokens follow a document whose chunks had `last=False`, attend to it and to each other, and
+        are not stored, for methods that look at documents once more (`transform.needs.probe`). The
+        last such call has `last=True`.
       last: whether this chunk completes the prompt (static; ignored while decoding). Until then
         nothing is compressed, and a `Reading` comes back in the place of the cache, with room for
         the whole prompt: chunks of one size share one compiled function from the second on.
@@ -92,6 +94,8 @@ def attend(
       predicted_query: the layer's query weights times the input of the previous layer's attention,
         rotated or not as `q` is, for transforms that choose slots before the layer's own query is
         there (`transform.needs.predicted_query`). None: they use `q`. Ignored in a prompt.
+      inputs: what enters the layer (`kvjax.kit.Inputs`), for methods that look at it
+        (`transform.needs.probe.inputs`). None: such methods raise an error.
       implementation: of the operations in `pallas_kernels`: "pallas", "interpret" (their kernels,
         interpreted), "xla", or None, the best that can run. Kernels see the arrays of one device:
         of arrays divided among several, None takes XLA unless inside `shard_map`, as with a cache
@@ -124,8 +128,12 @@ def attend(
     """
     check_transform(transform, "attend")
     check_choice("phase", phase, get_args(Phase))
-    tokens = Tokens(q, k, v, as_positions(positions), predicted_query)
+    probes = (part.needs.probe for part in by_head_groups(transform))
+    asks = phase == "prompt" and any(probe is not None and probe.inputs for probe in probes)
+    tokens = Tokens(q, k, v, as_positions(positions), predicted_query, inputs if asks else None)
     _check_tokens(tokens)
+    if asks:
+        _check_inputs(transform, inputs, tokens.positions.shape)
     check_rope(rope, q.shape[3])
     options = _options(cache, scale, window, soft_cap)
     if sinks is not None:
@@ -192,9 +200,10 @@ def _attend_placed(
     rows, heads = placement.rows_axis(len(tokens.q)), placement.heads_axis
     by_head, by_row = PartitionSpec(rows, heads), PartitionSpec(rows)
     predicted = None if tokens.predicted is None else by_head
+    inputs = jax.tree.map(lambda _: by_row, tokens.inputs)
     specs = (
         cache_specs(cache),
-        Tokens(by_head, by_head, by_head, by_row, predicted),
+        Tokens(by_head, by_head, by_head, by_row, predicted, inputs),
         dataclasses.replace(
             call, rope=rope_specs(call.rope, rows), options=sinks_specs(call.options, heads)
         ),
@@ -205,13 +214,22 @@ def _attend_placed(
     )  # fmt: skip
 
 
+def begin_document(cache: Cache) -> Cache:
+    """Begins a document, as `attend` begins any prompt with its first tokens."""
+    return _on_each_part(functools.partial(begin, document=True), cache)
+
+
 def complete(cache: Cache, implementation: str | None = None) -> Cache:
     """Ends the prompt of a layer's readings, as `attend` does after the last tokens."""
-    end = functools.partial(map_parts, functools.partial(compress, implementation=implementation))
-    placement = placement_of(cache)
+    return _on_each_part(functools.partial(compress, implementation=implementation), cache)
+
+
+def _on_each_part(function: Callable[[Any], Any], cache: Cache) -> Cache:
+    """Applies a function to each rectangle of a layer's cache, on each device's part of it."""
+    placement, function = placement_of(cache), functools.partial(map_parts, function)
     if placement is None:
-        return end(cache)
-    return on_each_device(end, placement, (cache,), (cache_specs(cache),), cache_specs)
+        return function(cache)
+    return on_each_device(function, placement, (cache,), (cache_specs(cache),), cache_specs)
 
 
 def _attend_layer(
@@ -246,7 +264,7 @@ def _attend_rectangle(
 
 
 def _check_tokens(tokens: Tokens) -> None:
-    q, k, v, positions, predicted = tokens
+    q, k, v, positions, predicted, _ = tokens
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_array(name, x)
         if x.ndim != 4:
@@ -274,6 +292,18 @@ def _check_tokens(tokens: Tokens) -> None:
             raise ValueError(
                 f"predicted_query must have the shape of q, {q.shape}, got {predicted.shape}"
             )
+
+
+def _check_inputs(transform: KVTransform, inputs: Any, tokens: tuple[int, ...]) -> None:
+    """Raises unless these are what entered a layer with `[B, T]` tokens."""
+    if not isinstance(inputs, Inputs):
+        raise TypeError(
+            f"{transform!r} looks at what enters a layer: give attend "
+            f"inputs=kvjax.kit.Inputs(...), got {type(inputs).__name__}"
+        )
+    shapes = [x.shape for x in inputs if x is not None]
+    if shapes[0][:2] != tokens or len(shapes[0]) != 3 or shapes[1:] not in ([], [tokens]):
+        raise ValueError(f"inputs must be [B, T, C] and [B, T] for {tokens} tokens, got {shapes}")
 
 
 def _options(cache: Cache, scale, window, soft_cap) -> AttentionOptions:
@@ -342,10 +372,10 @@ def _check_rectangle(
         raise ValueError(
             f"{transform!r} keeps keys unrotated: give attend rope= and unrotated q, k"
         )
-    if call.phase == "repetition":
-        _check_repetition(transform, cache)
-    elif call.phase == "prompt" and isinstance(cache, Reading) and cache.repetition is not None:
-        raise ValueError("the prompt has been repeated: it cannot go on, got phase='prompt'")
+    if call.phase == "probe":
+        _check_probe(transform, cache)
+    elif call.phase == "prompt" and isinstance(cache, Reading) and cache.phase == "probe":
+        raise ValueError("the prompt has been looked at: it cannot go on, got phase='prompt'")
     if call.phase != "decode":
         return
     if isinstance(cache, Reading):
@@ -360,12 +390,14 @@ def _check_rectangle(
         )
 
 
-def _check_repetition(transform: KVTransform, cache: LayerCache | Reading) -> None:
-    """Raises ValueError unless a prompt may be repeated now."""
+def _check_probe(transform: KVTransform, cache: LayerCache | Reading) -> None:
+    """Raises ValueError unless tokens may look at a prompt now."""
     if transform.needs.reposition:
-        raise ValueError(f"{transform!r} rotates keys by rank, so that no repetition can follow")
+        raise ValueError(
+            f"{transform!r} rotates keys by rank, so that nothing can look at a prompt"
+        )
     if not isinstance(cache, Reading):
         raise ValueError(
-            "a repetition follows a prompt that is not complete: give the prompt's last chunk with "
-            "last=False, got phase='repetition' without one"
+            "tokens look at a prompt that is not complete: give the prompt's last chunk with "
+            "last=False, got phase='probe' without one"
         )

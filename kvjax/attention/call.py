@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache.payload import take_slots
 from kvjax.cache.slots import KVCache, ranks
 from kvjax.compose.wrappers import Heads
-from kvjax.protocol import AttentionOptions, Needs, Phase
+from kvjax.protocol import AttentionOptions, Inputs, Needs, Phase
 from kvjax.rope import Rope
 
 
@@ -24,6 +24,7 @@ class Tokens(NamedTuple):
       q, k, v: query head h belongs to KV head `h // (Q / H)`.
       positions: token positions; -1 marks padding.
       predicted: the query as it was predicted a layer earlier; None: it was not.
+      inputs: what entered the layer; None: the model does not give it, or no probe asks for it.
     """
 
     q: Float[Array, "B Q T D"]
@@ -31,6 +32,7 @@ class Tokens(NamedTuple):
     v: Float[Array, "B H T D"]
     positions: Int[Array, "B T"]
     predicted: Float[Array, "B Q T D"] | None = None
+    inputs: Inputs | None = None
 
     def of_heads(self, kv_heads: Heads, group: int) -> Tokens:
         """The tokens of some KV heads, each with its `group` query heads."""
@@ -56,7 +58,7 @@ class Call:
     Args:
       rope: rotates queries and keys; None: they come rotated.
       options: scale, window, soft cap and sinks.
-      phase: whether the tokens are those of a prompt, of its repetition, or of a step (static).
+      phase: whether the tokens are those of a prompt, of a probe, or of a step (static).
       last: whether they complete the prompt (static).
       implementation: of the operations in `pallas_kernels` (static).
     """

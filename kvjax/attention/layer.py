@@ -12,18 +12,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.payload import Payload
+from kvjax.cache.record import Record
 from kvjax.cache.slots import KVCache, check_not_stacked
 from kvjax.compose.chain import parts_of
 from kvjax.devices import Placement
-from kvjax.protocol import AttentionOptions, KVTransform, Stage, State, takes_part
+from kvjax.protocol import AttentionOptions, KVTransform, Phase, Stage, State, takes_part
 from kvjax.rope import Rope
 
 T = TypeVar("T")
-
-# Tokens of a repetition whose queries are kept. Of six needles in 1,024 tokens, Qwen2.5-Coder-0.5B
-# finds six with a twentieth and a fit to the queries of half of the tokens, as to those of all;
-# without the lookups of the fit it is one.
-SAMPLE = 2048
 
 
 class QueryWindow(NamedTuple):
@@ -54,60 +50,6 @@ class QueryWindow(NamedTuple):
         new = jnp.take_along_axis(q, jnp.maximum(index - size, 0), axis=2)
         query = jnp.where(index < size, old, new.astype(old.dtype))
         return QueryWindow(query, jnp.take_along_axis(position, last, axis=1))
-
-
-class QuerySample(NamedTuple):
-    """Queries of the repetition of each row's prompt: those of every n-th token.
-
-    n is the smallest power of 2 for which they find room, so that between W / 2 and W are there if
-    there have been as many tokens.
-
-    Args:
-      query: rotated, `[B, Q, W, D]`.
-      position: their positions, -1 where there were fewer, `[B, W]`.
-      count: tokens of the repetition so far, `[B]`.
-    """
-
-    query: Float[Array, "B Q W D"]
-    position: Int[Array, "B W"]
-    count: Int[Array, " B"]
-
-    @classmethod
-    def empty(
-        cls, batch: int, query_heads: int, most_tokens: int, head_dim: int, dtype
-    ) -> QuerySample:
-        """Makes a sample without queries, for prompts of so many tokens at most."""
-        size = min(SAMPLE, most_tokens)
-        query = jnp.zeros((batch, query_heads, size, head_dim), dtype)
-        return cls(query, jnp.full((batch, size), -1, jnp.int32), jnp.zeros(batch, jnp.int32))
-
-    def add(self, q: Float[Array, "B Q T D"], positions: Int[Array, "B T"]) -> QuerySample:
-        """Returns the sample after T more tokens, whatever calls they come in."""
-        size = self.position.shape[1]
-        so_far = jnp.cumsum(positions >= 0, axis=1, dtype=jnp.int32)
-        count = self.count + so_far[:, -1]
-        number = jnp.arange(size, dtype=jnp.int32)[None] * _every(count, size)[:, None]
-        earlier = self.count[:, None]
-        old = jnp.minimum(number // _every(self.count, size)[:, None], size - 1)
-        new = jax.vmap(jnp.searchsorted)(so_far, number - earlier + 1)
-        new = jnp.minimum(new, positions.shape[1] - 1).astype(jnp.int32)
-        position = jnp.where(
-            number < earlier,
-            jnp.take_along_axis(self.position, old, axis=1),
-            jnp.take_along_axis(positions, new, axis=1),
-        )
-        query = jnp.where(
-            (number < earlier)[:, None, :, None],
-            jnp.take_along_axis(self.query, old[:, None, :, None], axis=2),
-            jnp.take_along_axis(q, new[:, None, :, None], axis=2).astype(self.query.dtype),
-        )
-        return QuerySample(query, jnp.where(number < count[:, None], position, -1), count)
-
-
-def _every(count: Int[Array, " B"], size: int) -> Int[Array, " B"]:
-    """Returns the n of every n-th token of so many: the smallest power of 2 that leaves `size`."""
-    powers = jnp.arange(31 - size.bit_length(), dtype=jnp.int32)[None]  # size << power < 2^30
-    return 1 << (size << powers < count[:, None]).sum(1, dtype=jnp.int32)
 
 
 @jax.tree_util.register_dataclass
@@ -162,13 +104,10 @@ class Reading:
       rows: the rows that had tokens in the prompt so far.
       length_before: tokens of each row before the prompt.
       queries: each row's last W queries, where the transform looks at them; None otherwise.
-      repetition: the largest probability that each slot received from the prompt's repetition; None
-        where nothing has been repeated.
-      sample: queries of the repetition, where the transform looks at them; None otherwise, and
-        where nothing has been repeated.
+      record: what the transform's probe has noted; None: it has none, or this is no document.
       rope: the last chunk's.
       options: scale, window, soft cap and sinks of its attention.
-      begun: whether a chunk has been read (static).
+      phase: of the last call; None: nothing has been read (static).
     """
 
     cache: LayerCache
@@ -176,11 +115,10 @@ class Reading:
     rows: Bool[Array, " B"]
     length_before: Int[Array, " B"]
     queries: QueryWindow | None
-    repetition: Float[Array, "B H S"] | None
-    sample: QuerySample | None
+    record: Record | None
     rope: Rope | None
     options: AttentionOptions
-    begun: bool = field(default=True, metadata={"static": True})
+    phase: Phase | None = field(default=None, metadata={"static": True})
 
     kv = property(lambda self: self.cache.kv)
     heads = property(lambda self: self.cache.heads)

@@ -17,7 +17,6 @@ from kvjax.attention.init_cache import init_cache
 from kvjax.attention.layer import (
     Cache,
     Part,
-    QuerySample,
     QueryWindow,
     Reading,
     layer_caches,
@@ -59,8 +58,7 @@ def has_rows(cache: Part) -> Part:
         whole, stored, queries = has_rows(cache.cache), every(cache.stored), every(cache.queries)
         return dataclasses.replace(
             cache, cache=whole, stored=stored, rows=True, length_before=True, queries=queries,
-            repetition=every(cache.repetition), sample=every(cache.sample), rope=rope,
-            options=options,
+            record=every(cache.record), rope=rope, options=options,
         )  # pyright: ignore[reportArgumentType]  # fmt: skip
     kv = cache.kv
     flags = _rows_of_state(
@@ -138,8 +136,8 @@ def divided_by(cache: Part, rows: Any, heads: Any) -> Part:
     if isinstance(cache, Reading):
         queries = None if cache.queries is None else window
         whole = divided_by(cache.cache, rows, heads)
-        sample = None if cache.sample is None else QuerySample(P(rows, heads), P(rows), P(rows))
-        return dataclasses.replace(specs, cache=whole, queries=queries, sample=sample, **changed)
+        record = None if cache.record is None else cache.record.specs(rows, heads)
+        return dataclasses.replace(specs, cache=whole, queries=queries, record=record, **changed)
     window = None if cache.window is None else window
     return dataclasses.replace(specs, window=window, **changed)
 

@@ -22,7 +22,6 @@ from kvjax.attention.call import (
 from kvjax.attention.layer import (
     Cache,
     LayerCache,
-    QuerySample,
     QueryWindow,
     Reading,
     kept_rope,
@@ -30,11 +29,12 @@ from kvjax.attention.layer import (
 )
 from kvjax.cache.payload import Dense
 from kvjax.cache.rearrange import closed, compact, opened, widen
+from kvjax.cache.record import Record
 from kvjax.cache.slots import Column, append
 from kvjax.compose.chain import parts_of, state_of_parts, states_of_parts
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.decisions import decide
-from kvjax.protocol import KVTransform, Stage, Step, accumulated_attention, on_request
+from kvjax.protocol import Chunk, KVTransform, Look, Stage, Step, accumulated_attention, on_request
 from pallas_kernels import (
     prompt_attention,
     prompt_attention_and_maxima,
@@ -43,28 +43,34 @@ from pallas_kernels import (
 from pallas_kernels.attention.call import beside_sinks
 
 
-def begin(caches: Any, *, empty: bool = False) -> Any:
+def begin(caches: Any, *, empty: bool = False, document: bool = False) -> Any:
     """Makes readings of caches, in which what they store is dense, for a prompt that is to come.
 
     Args:
       caches: of one layer or of several. Donate them.
       empty: whether they are known to hold nothing. Then nothing is decoded, or brought from host
         memory.
+      document: whether it is a document, of which the transform's probe makes a record.
     """
-    return map_parts(functools.partial(_begin, empty=empty), caches)
+    return map_parts(functools.partial(_begin, empty=empty, document=document), caches)
 
 
-def _begin(cache: LayerCache, empty: bool) -> Reading:
+def _begin(cache: LayerCache, empty: bool, document: bool) -> Reading:
     kv, stored = opened(cache.kv, empty=empty)
     batch, heads, _ = kv.shape
     queries, size = cache.window, cache.transform.needs.queries(kv.max_prompt)
     if size and queries is None:
         queries = QueryWindow.empty(batch, heads * kv.group, size, kv.k.shape[3], kv.k.dtype)
     cache, rows = dataclasses.replace(cache, kv=kv, window=None), jnp.zeros(batch, bool)
+    record = _empty_record(cache) if document else None
     return Reading(
-        cache, stored, rows, kv.length + 0, queries, repetition=None, sample=None, rope=None,
-        options=cache.options, begun=False,
-    )  # fmt: skip
+        cache, stored, rows, kv.length + 0, queries, record, rope=None, options=cache.options
+    )
+
+
+def _empty_record(cache: LayerCache) -> Record | None:
+    probe = cache.transform.needs.probe
+    return None if probe is None else probe.empty(cache.kv)
 
 
 def read(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B Q T D"], Reading]:
@@ -96,42 +102,41 @@ def read(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B 
     queries = reading.queries
     if queries is not None:
         queries = queries.add(q, positions)
+    record = reading.record
+    if record is not None:
+        chunk = Chunk(q, positions, slots, tokens.inputs)
+        record = needs.probe.read(record.with_slots(kv.slots), chunk)
     reading = dataclasses.replace(
-        reading, cache=dataclasses.replace(reading.cache, kv=kv), queries=queries, rope=call.rope,
-        rows=reading.rows | (positions >= 0).any(1), options=call.options, begun=True,
+        reading, cache=dataclasses.replace(reading.cache, kv=kv), queries=queries, record=record,
+        rope=call.rope, rows=reading.rows | (positions >= 0).any(1), options=call.options,
+        phase="prompt",
     )  # fmt: skip
     return out.reshape(q.shape).astype(q.dtype), reading
 
 
-def with_repetition(cache: Cache) -> Cache:
-    """Makes readings ready for a loop over the pieces of a repetition, whose carry has one type."""
+def before_look(caches: Any) -> Any:
+    """Makes readings ready for a loop over pieces that look, whose carry has one type."""
 
     def ready(reading: Reading) -> Reading:
-        repetition = jnp.zeros(reading.kv.shape, jnp.float32)
-        return dataclasses.replace(reading, repetition=repetition, sample=_sample_of(reading))
+        record = _empty_record(reading.cache) if reading.record is None else reading.record
+        if record is not None:
+            record = record.with_slots(reading.kv.slots)
+        return dataclasses.replace(reading, record=record, phase="probe")
 
-    return map_parts(ready, cache)
-
-
-def _sample_of(reading: Reading) -> QuerySample | None:
-    """Returns the queries of the repetition so far; None: the transform does not look at them."""
-    if reading.sample is not None or not reading.transform.needs.repetition_queries:
-        return reading.sample
-    kv = reading.kv
-    batch, heads, _ = kv.shape
-    return QuerySample.empty(batch, heads * kv.group, kv.max_prompt, kv.k.shape[3], kv.k.dtype)
+    return map_parts(ready, caches)
 
 
 def look(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B Q T D"], Reading]:
     """Lets tokens attend to the prompt and to each other, and stores none of them.
 
-    They are a piece of the prompt's repetition: an instruction, then tokens of the prompt. Their
-    positions go on behind the prompt. Each piece sees the prompt and itself, and no other piece.
+    They are a piece of what the transform's probe looks with. Their positions go on behind the
+    prompt. Each piece sees the prompt and itself, and no other piece.
 
     Returns:
-      The output, `[B, Q, T, D]` in the dtype of q, and the reading, in which each slot has the
-      largest probability that it received from any of these queries or from those of pieces before.
+      The output, `[B, Q, T, D]` in the dtype of q, and the reading, in whose record the probe has
+      noted what the slots received.
     """
+    reading = before_look(reading)
     kv, positions, options = reading.kv, tokens.positions, call.kernel_options
     if call.rope is not None:
         tokens = tokens.rotated(call.rope)
@@ -150,13 +155,10 @@ def look(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B 
     )
     share = jnp.where(elsewhere > -jnp.inf, jnp.exp(elsewhere - lse), 0.0)[..., None]
     out = of_prompt.astype(jnp.float32) + share * out.astype(jnp.float32)
-    received = received.max(2)
-    if reading.repetition is not None:
-        received = jnp.maximum(received, reading.repetition)
-    sample = _sample_of(reading)
-    if sample is not None:
-        sample = sample.add(tokens.q, positions)
-    reading = dataclasses.replace(reading, repetition=received, sample=sample, rope=call.rope)
+    record, probe = reading.record, reading.transform.needs.probe
+    if probe is not None:
+        record = probe.look(record, Look(tokens.q, positions, received))
+    reading = dataclasses.replace(reading, record=record, rope=call.rope)
     return out.reshape(tokens.q.shape).astype(tokens.q.dtype), reading
 
 
@@ -166,11 +168,7 @@ def step_of(reading: Reading, implementation: str | None = None) -> Step:
     if needs.unrotated_keys:
         keys = rope.rotate(keys, key_positions(needs, kv))
     query, query_position = reading.queries or (None, None)
-    repetition_query, repetition_position, _ = reading.sample or (None, None, None)
-    requested = on_request(
-        query=query, query_position=query_position, repetition=reading.repetition,
-        repetition_query=repetition_query, repetition_position=repetition_position,
-    )  # fmt: skip
+    requested = on_request(query=query, query_position=query_position, record=reading.record)
     return Step(
         rows=reading.rows, keys=keys, length_before=reading.length_before, rope=rope,
         moment="prompt", options=reading.options, implementation=implementation,
@@ -207,7 +205,7 @@ def _evicted(reading: Reading, implementation: str | None, to_front: bool) -> Re
     state = state_of_parts(transform, (*evicting, *states[first:]))
     cache = dataclasses.replace(cache, kv=kv, state=state)
     # Keys and what slots received are those before slots were freed: an index reads the cache.
-    return dataclasses.replace(reading, cache=cache, repetition=None, sample=None)
+    return dataclasses.replace(reading, cache=cache, record=None)
 
 
 def stored(reading: Reading, implementation: str | None = None) -> LayerCache:
@@ -260,22 +258,21 @@ def of_heads(reading: Reading, heads: Heads) -> Reading:
     k, v = (Dense(payload.read()[:, kv_heads]) for payload in (kv.k, kv.v))
     used, dropped = kv.used[:, kv_heads], kv.dropped[:, kv_heads]
     kv = kv.map_slots(lambda x: x[:, kv_heads]).replace(k=k, v=v, used=used, dropped=dropped)
-    queries, repetition, sample = reading.queries, reading.repetition, reading.sample
+    queries, record = reading.queries, reading.record
     if queries is not None:
         queries = queries._replace(query=queries.query[:, query])
-    if repetition is not None:
-        repetition = repetition[:, kv_heads]
-    if sample is not None:
-        sample = sample._replace(query=sample.query[:, query])
+    if record is not None:
+        record = record.of_heads(kv_heads, query)
     cache, options = dataclasses.replace(reading.cache, kv=kv), reading.options.of_heads(query)
     return dataclasses.replace(
-        reading, cache=cache, queries=queries, repetition=repetition, sample=sample, options=options
+        reading, cache=cache, queries=queries, record=record, options=options
     )
 
 
 def _read_for(cache: LayerCache, reading: Reading) -> Reading:
     """`read_for` with all heads of the reading, whose tokens are in the same slots in each."""
-    begun, seen, needs = _begin(cache, empty=True), reading.kv, cache.transform.needs
+    begun, seen = _begin(cache, empty=True, document=False), reading.kv
+    needs = cache.transform.needs
     kv, k = begun.kv, seen.k.read()
     if seen.unrotated_keys and not needs.unrotated_keys:
         k = reading.rope.rotate(k, seen.position[:, 0])
@@ -306,15 +303,13 @@ def _read_for(cache: LayerCache, reading: Reading) -> Reading:
         queries = QueryWindow(last[:, :, -size:], position[:, -size:])
     return dataclasses.replace(
         begun, cache=dataclasses.replace(begun.cache, kv=kv), rows=reading.rows, queries=queries,
-        repetition=reading.repetition,
-        sample=reading.sample if needs.repetition_queries else None,
-        rope=reading.rope, options=reading.options, begun=True,
+        record=reading.record, rope=reading.rope, options=reading.options, phase=reading.phase,
     )  # fmt: skip
 
 
 def _with_room(reading: Reading) -> Reading:
     """Returns a reading with as many slots as `read` makes: slots are sorted when they are cut."""
-    kv, repetition = reading.kv, reading.repetition
+    kv, record = reading.kv, reading.record
     if kv.slots > kv.capacity:
         return reading
     wide = widen(kv, min(kv.capacity + kv.slots, kv.max_tokens))
@@ -322,7 +317,7 @@ def _with_room(reading: Reading) -> Reading:
     k, v = (  # slots of zeros, as there
         jnp.pad(payload.read(), ((0, 0), (0, 0), more, (0, 0))) for payload in (kv.k, kv.v)
     )
-    if repetition is not None:
-        repetition = jnp.pad(repetition, ((0, 0), (0, 0), more))
+    if record is not None:
+        record = record.with_slots(wide.slots)
     cache = dataclasses.replace(reading.cache, kv=wide.replace(k=Dense(k), v=Dense(v)))
-    return dataclasses.replace(reading, cache=cache, repetition=repetition)
+    return dataclasses.replace(reading, cache=cache, record=record)

@@ -45,7 +45,7 @@ def answer(args: argparse.Namespace, candidate: Candidate) -> None:
             transform = opened.calibrated(candidate.transform, model, prompt)
             result = kvjax.generate(
                 model, [prompt], transform=transform, max_new_tokens=max_new, sampling=choice,
-                seed=args.seed, repetition=opened.repetition,
+                seed=args.seed, document=opened.tokenizer,
                 on_compile=lambda code, name=name: display.compiling(code, name),
                 on_layer=display.reading(model.num_layers, len(prompt)),
             )  # fmt: skip

@@ -197,7 +197,7 @@ class Chat:
                 context = kvjax.read(
                     self._model, [prompt], max_prompt=self._room.prompt, max_new=self._room.new,
                     transform=self._opened.calibrated(self._transform, self._model, prompt),
-                    repetition=self._opened.repetition, **callbacks,
+                    document=self._opened.tokenizer, **callbacks,
                 )  # fmt: skip
             row = Row(self._opened.decode, prompt, (), display.text)
             max_new = min(settings.max_new, writable)

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
         model = opened.load(args)
         diagnosis = diagnose(
             model, [prompt], [question], where=args.question, methods=args.methods,
-            budgets=args.budgets, new_tokens=args.new, repetition=opened.repetition,
+            budgets=args.budgets, new_tokens=args.new, document=opened.tokenizer,
             calibrate=lambda tx: opened.calibrated(tx, model, prompt), on_progress=display.show,
         )  # fmt: skip
         pictures = []

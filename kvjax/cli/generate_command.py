@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> None:
             on_layer=display.reading(model.num_layers, sum(map(len, prompts))),
             transform=opened.calibrated(candidate.transform, model, prompts[0]),
             max_new_tokens=max_new, end_tokens=opened.end_tokens(dialogue), sampling=choice,
-            seed=args.seed, repetition=opened.repetition,
+            seed=args.seed, document=opened.tokenizer,
         )  # fmt: skip
     record = {"model": opened.name, **candidate.named(), **figures(result)}
     print_rows(args.json, record, texts, rows, result, max_new, several=several)

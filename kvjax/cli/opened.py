@@ -120,11 +120,6 @@ class OpenedModel:
             )  # fmt: skip
         return kvjax.Sampling(**options)
 
-    @property
-    def repetition(self) -> kvjax.Repetition:
-        """How prompts are repeated, for methods that look at that."""
-        return kvjax.Repetition.of(self.tokenizer)
-
     def profile_sample(self) -> list[list[int]]:
         """Returns the texts from which profiles of heads are made."""
         return profile_sample(self.tokenizer, self.config.max_positions)
@@ -177,9 +172,8 @@ def profiled(
             f"{SAMPLE_TEXTS} pieces of the bundled model's text, in {seconds:.0f} s{kept}"
         )
 
-    repetition = kvjax.Repetition.of(tokenizer)
     on_layer = display.measuring(as_functional(model).num_layers, SAMPLE_TEXTS)
-    return with_profiles(transform, model, sample, repetition, print_made, on_layer)
+    return with_profiles(transform, model, sample, tokenizer, print_made, on_layer)
 
 
 def profile_sample(tokenizer: Any, max_positions: int | None) -> list[list[int]]:

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
         display.show(0, None, f"reading {len(sample)} pieces of {len(sample[0]):,} tokens")
         start = time.monotonic()
         profile = kvjax.calibrate_heads(
-            model, method, sample, repetition=opened.repetition,
+            model, method, sample, document=opened.tokenizer,
             on_layer=display.measuring(model.num_layers, len(sample)),
         )  # fmt: skip
         seconds = time.monotonic() - start

@@ -21,7 +21,7 @@ from kvjax.generation.context_files import check_saved
 from kvjax.generation.prompt_checks import check_prompts, longest_turn
 from kvjax.messages import brief
 from kvjax.protocol import Stage
-from kvjax.transforms.kvzip.room import with_room
+from kvjax.transforms.document_budget import with_room
 
 _MAX_QUESTIONS = 256  # tokens of a question, where the method has room for them
 
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
         # A document is as long as it is: padding it would be room that nobody has asked for.
         context = kvjax.read(
             model, [document], transform=transform, **sizes, buckets=[len(document)],
-            repetition=opened.repetition, on_compile=display.compiling,
+            document=opened.tokenizer, on_compile=display.compiling,
             on_layer=display.reading(model.num_layers, len(document)),
         )  # fmt: skip
         display.show(0, None, f"writing {out}")

@@ -67,9 +67,7 @@ def foreseen(transform: KVTransform, moment: Moment) -> Decision | None:
                 mass=jnp.zeros(cache.shape) if step else None,
                 query=jnp.zeros((1, 1, window, HEAD_DIM)) if window else None,
                 query_position=jnp.zeros((1, window), jnp.int32) if window else None,
-                repetition=jnp.zeros(cache.shape) if prompt else None,
-                repetition_query=jnp.zeros((1, 1, 4, HEAD_DIM)) if prompt else None,
-                repetition_position=jnp.zeros((1, 4), jnp.int32) if prompt else None,
+                record=None if needs.probe is None or not prompt else needs.probe.empty(cache),
             ),
         )
         return made_by(transform, cache, state, now)[0]

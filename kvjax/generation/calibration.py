@@ -19,12 +19,12 @@ from kvjax.compose.walks import MethodHeads, chosen, map_methods, walk
 from kvjax.compose.wrappers import LayerChoice
 from kvjax.devices import automatic
 from kvjax.generation.compiler import Compiler
+from kvjax.generation.documents import Document
 from kvjax.generation.head_profiles import OnMade, with_profiles
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.observe import Observe
 from kvjax.generation.prompt_checks import check_prompts
-from kvjax.generation.repetition import Repetition
 from kvjax.generation.turns import begin
 from kvjax.protocol import Full, KVTransform, Needs
 from kvjax.registry import as_transform
@@ -193,7 +193,7 @@ def calibrated(
     model: LanguageModel | FunctionalModel,
     sample: Sequence[Sequence[int]],
     *,
-    repetition: Repetition | None = None,
+    document: Document | None = None,
     on_profile: OnMade | None = None,
 ) -> KVTransform:
     """Returns the composition with every `InfiniGen` calibrated, and a profile in every `ByHead`.
@@ -207,7 +207,7 @@ def calibrated(
       model: as for `calibrate_infinigen`, which is called once, and only if there is an
         `InfiniGen` without calibration.
       sample: token ids of some texts; as for `calibrate_infinigen` and `calibrate_heads`.
-      repetition: as for `calibrate_heads`.
+      document: as for `calibrate_heads`.
       on_profile: is called with a profile that had to be made, and the seconds that it took.
 
     Raises:
@@ -220,7 +220,7 @@ def calibrated(
       H2O(budget=64, group_reduce='mean')
     """
     transform = as_transform(transform, "calibrated")
-    transform = with_profiles(transform, model, lambda: sample, repetition, on_profile)
+    transform = with_profiles(transform, model, lambda: sample, document, on_profile)
     layers = [transform]
     # The methods of a layer's choice are known only once it is asked for each layer.
     if any(isinstance(part, LayerChoice) for part in walk(transform)):

@@ -37,7 +37,6 @@ from kvjax.generation.prompt_checks import (
     check_turn,
     end_token_array,
 )
-from kvjax.generation.repetition import Repetition
 from kvjax.generation.sampling import Numbers, Sampling, most_likely
 from kvjax.generation.steps import decode_step
 from kvjax.generation.turns import begin, compile_flush, flush_all, further
@@ -246,7 +245,7 @@ class Writing:
     Args:
       streaming: whether iteration yields tokens as they come; else it yields all of them at once.
       model, prompts, transform, max_new_tokens, end_tokens, sampling, seed, context, donate,
-        on_layer, on_compile, buckets, dtype, repetition: as in `generate`.
+        on_layer, on_compile, buckets, dtype, document: as in `generate`.
     """
 
     def __init__(
@@ -266,7 +265,7 @@ class Writing:
         on_compile: Callable[[str], None] | None = None,
         buckets: Sequence[int] | None = None,
         dtype: DTypeLike | None = None,
-        repetition: Repetition | None = None,
+        document: Document | None = None,
     ) -> None:
         self._model = as_functional(model)
         self._mesh = mesh_of(self._model.params)
@@ -306,12 +305,12 @@ class Writing:
             layers = bind(transform, num_layers, windows, size.max_tokens)
             context = begin(
                 self._model, prompts, widths, transform, layers, size, self._compiler, on_layer,
-                repetition=repetition, then=functools.partial(self._trace_loop, layers, prompts),
+                document=document, then=functools.partial(self._trace_loop, layers, prompts),
             )  # fmt: skip
         else:
             if transform is not None:
                 raise ValueError("a context has its own transform, got transform= as well")
-            check_turn(self._model, context, prompts, max_new_tokens, repetition)
+            check_turn(self._model, context, prompts, max_new_tokens, document)
             if prompts is not None and context.rows < len(prompts):
                 context = context.repeat(len(prompts))
             elif not donate:
@@ -319,7 +318,7 @@ class Writing:
             if prompts is not None:
                 context = further(
                     self._model, context, prompts, buckets, self._compiler, on_layer,
-                    repetition=repetition,
+                    document=document,
                     then=functools.partial(self._trace_loop, context.layers, prompts),
                 )  # fmt: skip
         self._context, self._result = context, None

@@ -14,12 +14,12 @@ from kvjax.devices import automatic
 from kvjax.generation.compiler import Compiler
 from kvjax.generation.context import Context
 from kvjax.generation.decode_loop import Generation, Writing
+from kvjax.generation.documents import Document
 from kvjax.generation.fingerprints import Fingerprint
 from kvjax.generation.head_profiles import with_named_profiles
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.prompt_checks import Rows, as_rows, bucket, check_prompts
-from kvjax.generation.repetition import Repetition
 from kvjax.generation.sampling import Sampling, sampling_apart
 from kvjax.generation.turns import begin
 from kvjax.protocol import Full, KVTransform
@@ -39,12 +39,12 @@ def read(
     buckets: Sequence[int] | None = None,
     on_layer: Callable[[int], None] | None = None,
     on_compile: Callable[[str], None] | None = None,
-    repetition: Repetition | None = None,
+    document: Document | None = None,
 ) -> Context:
     """Reads prompts into caches that `transform` compresses, for `generate` to go on from.
 
     Args:
-      model, prompts, transform, dtype, buckets, on_layer, on_compile, repetition: as in `generate`.
+      model, prompts, transform, dtype, buckets, on_layer, on_compile, document: as in `generate`.
       max_prompt: most tokens of a row that are read, in this and all further turns. By default
         the padded length of this prompt, which leaves next to no room for questions.
       max_new: most tokens of a row that the model writes, all turns together.
@@ -76,7 +76,7 @@ def read(
     compiler = Compiler(on_compile)
     context = begin(
         functional, prompts, widths, transform, layers, size, compiler, on_layer,
-        repetition=repetition,
+        document=document,
     )  # fmt: skip
     # A kept context needs a fingerprint, so that a later call can refuse another model.
     return dataclasses.replace(context, fingerprint=Fingerprint.of(functional))
@@ -133,7 +133,7 @@ def generate(
     on_compile: Callable[[str], None] | None = None,
     buckets: Sequence[int] | None = None,
     dtype: DTypeLike | None = None,
-    repetition: Repetition | None = None,
+    document: Document | None = None,
 ) -> Generation:
     """Continues prompts through a cache that `transform` compresses.
 
@@ -187,8 +187,9 @@ def generate(
       buckets: padded prompt lengths to choose from; by default the multiples of 64 up to 256, then
         four per power of two.
       dtype: of keys and values; see `init_cache`.
-      repetition: how prompts are repeated for methods that look at that (`KVzip`). None: a first
-        prompt is repeated without an instruction; a further turn is not repeated.
+      document: whether the prompts are documents, at which some methods look once more (`KVzip`);
+        None: a first prompt is one, and a further turn is not. The model's tokenizer: they are, and
+        methods may ask about them in words; otherwise they ask without words.
 
     Raises:
       TypeError, ValueError: before anything is computed: no prompts, an empty one, a token outside
@@ -209,7 +210,7 @@ def generate(
     writing = Writing(
         model, prompts, transform=transform, max_new_tokens=max_new_tokens, end_tokens=end_tokens,
         sampling=sampling, seed=seed, context=context, donate=donate, on_layer=on_layer,
-        on_compile=on_compile, buckets=buckets, dtype=dtype, repetition=repetition,
+        on_compile=on_compile, buckets=buckets, dtype=dtype, document=document,
         streaming=on_tokens is not None,
     )  # fmt: skip
     for new_tokens in writing:

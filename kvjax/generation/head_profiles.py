@@ -31,11 +31,11 @@ from kvjax.decisions import made_by
 from kvjax.devices import automatic
 from kvjax.files import check_regular, user_cache, write_whole
 from kvjax.generation.compiler import Compiler
+from kvjax.generation.documents import Document, words_of
 from kvjax.generation.fingerprints import Fingerprint, checksum, differences
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.prompt_checks import check_prompts
-from kvjax.generation.repetition import Repetition
 from kvjax.generation.turns import begin
 from kvjax.messages import brief
 from kvjax.origins import origin
@@ -57,7 +57,7 @@ def calibrate_heads(
     transform: KVTransform | str,
     sample: Sequence[Sequence[int]],
     *,
-    repetition: Repetition | None = None,
+    document: Document | None = None,
     on_layer: Callable[[int], None] | None = None,
 ) -> HeadProfile:
     """Measures which share of a budget each head of a model needs, for all budgets at once.
@@ -76,7 +76,7 @@ def calibrate_heads(
         highest scores at a prompt's end, and leaves new ones alone, such as `KVzip` and `SnapKV`.
         Its budget does not matter.
       sample: token ids of some texts, of a thousand tokens or more.
-      repetition: how the texts are repeated, if the method looks at that.
+      document: as in `kvjax.read`, if the method has a probe.
       on_layer: called with the number of each layer once it has read a text, text after text.
 
     Returns:
@@ -116,7 +116,7 @@ def calibrate_heads(
         size = CacheSize.of(functional, 1, width, 0, None, width)
         context = begin(
             functional, [text], [width], transform, layers, size, Compiler(), on_layer,
-            last=False, repetition=repetition,
+            last=False, document=document,
         )  # fmt: skip
         readings = [reading for reading, x in zip(context.caches, whole, strict=True) if x]
         scores.append(np.stack([np.asarray(_head_scores(reading)) for reading in readings]))
@@ -278,7 +278,7 @@ def _read(path: Path) -> tuple[HeadProfile, dict[str, Any]]:
 def sample_of(text: Sequence[int], max_positions: int | None) -> list[list[int]]:
     """Cuts a long text into the sample of a profile: three pieces of 1,024 tokens from all over it.
 
-    A model with few positions gets shorter ones, since the repetition of a piece follows it.
+    A model with few positions gets shorter ones, since what looks at a piece follows it.
 
     Args:
       text: token ids.
@@ -290,11 +290,19 @@ def sample_of(text: Sequence[int], max_positions: int | None) -> list[list[int]]
     return [list(text[n * step : n * step + size]) for n in range(SAMPLE_TEXTS)]
 
 
+def _instructions(method: KVTransform, document: Document | None) -> list[list[int]]:
+    """Returns the tokens with which the method's probe asks."""
+    probe, words = method.needs.probe, words_of(document)
+    if probe is None or words is None:
+        return []
+    return [[int(token) for token in words(text)] for text in probe.instructions]
+
+
 def kept_profile(
     model: FunctionalModel,
     method: KVTransform,
     sample: Sequence[Sequence[int]],
-    repetition: Repetition | None = None,
+    document: Document | None = None,
     on_made: OnMade | None = None,
     on_layer: Callable[[int], None] | None = None,
 ) -> HeadProfile:
@@ -302,8 +310,8 @@ def kept_profile(
 
     It is kept in the folder `profiles` of the user's cache (see `kvjax.files.user_cache`), under
     the checksum of the weights, the method with all its parameters and its origin
-    (`kvjax.origins`), the sample and the repetition. Without such a folder, and for a method whose
-    source cannot be read, it is made each time.
+    (`kvjax.origins`), the sample and the words of its probe. Without such a folder, and for a
+    method whose source cannot be read, it is made each time.
     """
     root, path, method_origin = user_cache(), None, origin(method)
     if root is not None and method_origin["source"] is not None:
@@ -313,14 +321,14 @@ def kept_profile(
             "model": Fingerprint.of(model).digest,
             "method": in_full(heads_method(method)),
             "sample": [[int(token) for token in text] for text in sample],
-            "repetition": dataclasses.asdict(repetition or Repetition()),
+            "instructions": _instructions(method, document),
         }
         path = root / "profiles" / f"{checksum(made_from)}.safetensors"
         if path.exists():
             with contextlib.suppress(ValueError):  # it is damaged, and made again
                 return load_profile(path, model)
     start = time.monotonic()
-    profile = calibrate_heads(model, method, sample, repetition=repetition, on_layer=on_layer)
+    profile = calibrate_heads(model, method, sample, document=document, on_layer=on_layer)
     if path is not None:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -334,7 +342,7 @@ def with_profiles(
     transform: KVTransform,
     model: LanguageModel | FunctionalModel,
     sample: Callable[[], Sequence[Sequence[int]]],
-    repetition: Repetition | None = None,
+    document: Document | None = None,
     on_made: OnMade | None = None,
     on_layer: Callable[[int], None] | None = None,
 ) -> KVTransform:
@@ -344,7 +352,7 @@ def with_profiles(
       transform: any.
       model: as for `calibrate_heads`.
       sample: gives token ids of some texts; is called only if a profile is missing.
-      repetition, on_made, on_layer: as in `kept_profile`.
+      document, on_made, on_layer: as in `kept_profile`.
     """
     # Files come first: what they are refused for costs nothing.
     transform = with_named_profiles(transform, model)
@@ -352,7 +360,7 @@ def with_profiles(
         transform,
         lambda: as_functional(model).num_layers,
         lambda part: kept_profile(
-            as_functional(model), part.method, sample(), repetition, on_made, on_layer
+            as_functional(model), part.method, sample(), document, on_made, on_layer
         ),
     )
 

@@ -38,9 +38,8 @@ class Observe(KVTransform):
                 accumulated_attention=needs.accumulated_attention,
                 query_window=needs.query_window,
                 query_share=needs.query_share,
-                repetition=needs.repetition,
-                repetition_queries=needs.repetition_queries,
                 unrotated_keys=needs.unrotated_keys,
+                probe=needs.probe,
             )
         )
 
@@ -98,19 +97,19 @@ def observers_of(
     ]
 
 
-def decides_for_all(transform: KVTransform, repeated: bool) -> bool:
+def decides_for_all(transform: KVTransform, document: bool) -> bool:
     """Returns whether the method for all heads of head groups compresses a prompt.
 
     It does not where groups store keys unrotated, or query head by query head. Nor does it where a
-    fit follows the repetition: that would take as many slots of each head as the largest one has.
+    document's slots get other values: a fit would take as many of each head as the largest has.
 
     Args:
-      repeated: whether the prompt is repeated.
+      document: whether the prompt is a document.
     """
     if not isinstance(transform, HeadGroups) or transform.whole is None:
         return False
     needs = _needs(transform)
-    fits = repeated and needs.repetition_queries
+    fits = document and needs.writes_values
     return not (fits or needs.unrotated_keys or needs.unfold)
 
 
@@ -120,7 +119,7 @@ def _needs(layer: KVTransform) -> Needs:
 
 
 def slots_together(
-    layers: Sequence[KVTransform], caches: Sequence[Cache], repeated: bool
+    layers: Sequence[KVTransform], caches: Sequence[Cache], document: bool
 ) -> list[tuple[int, int] | None]:
     """Returns the slots of a layer's heads where they read a further prompt together.
 
@@ -130,7 +129,7 @@ def slots_together(
 
     Args:
       layers, caches: of the model.
-      repeated: whether the prompt is repeated.
+      document: whether the prompt is a document.
 
     Returns:
       For each layer the slots that all its heads have in the meantime, and at most while the prompt
@@ -139,7 +138,7 @@ def slots_together(
     """
     rectangles = [
         [part.kv for part in layer_caches(cache)]
-        if decides_for_all(transform, repeated) and placement_of(cache) is None else []
+        if decides_for_all(transform, document) and placement_of(cache) is None else []
         for transform, cache in zip(layers, caches, strict=True)
     ]  # fmt: skip
     every = [kv for of_layer in rectangles for kv in of_layer]
@@ -203,7 +202,7 @@ def compress_layer(
     key, decided = (transform, size, attention, reading.kv.shape), reading
     if isinstance(transform, HeadGroups) and transform.whole is not None:
         *states, of_whole = states
-        if decides_for_all(transform, repeated=True):
+        if decides_for_all(transform, document=True):
             decided = compiler.run(
                 "the decision of a layer", (transform.whole, *key[1:]), _decide,
                 transform.whole, size, attention, of_whole, reading,

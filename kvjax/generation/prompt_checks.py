@@ -16,7 +16,6 @@ from kvjax.devices import mesh_of
 from kvjax.generation.context import Context
 from kvjax.generation.fingerprints import Fingerprint, differences
 from kvjax.generation.model import FunctionalModel
-from kvjax.generation.repetition import Repetition, wants_repetition
 from kvjax.messages import brief
 from kvjax.protocol import KVTransform
 
@@ -90,12 +89,12 @@ def check_turn(
     context: Context,
     prompts: Rows | None,
     max_new: int,
-    repetition: Repetition | None = None,
+    document: Document | None = None,
 ) -> None:
     """Raises what `generate` would raise for a further turn of this context.
 
     Args:
-      repetition: as in `generate`.
+      document: as in `generate`.
     """
     if not isinstance(context, Context):
         raise TypeError(
@@ -142,19 +141,19 @@ def check_turn(
                 + ("" if name == "positions" else f" (kvjax.read takes a larger {name})")
             )
     limited = longest_turn(context.layers)
-    if limited is None or (repetition is not None and wants_repetition(context.layers)):
+    if limited is None or (document and probe_of(context.layers)):
         return
     most, method = limited
     if (count > most).any():
         row = int(np.argmax(count))
         raise ValueError(
-            f"a turn that is not repeated must have at most {most} tokens to fit into the cache of "
-            f"{brief(method)}, got {count[row]} in row {row}"
+            f"a turn that is not a document must have at most {most} tokens to fit into the cache "
+            f"of {brief(method)}, got {count[row]} in row {row}"
         )
 
 
 def longest_turn(layers: Iterable[KVTransform]) -> tuple[int, KVTransform] | None:
-    """Returns how many tokens a turn may have that is not repeated, and the method that says so.
+    """Returns how many tokens a turn may have that is not a document, and the method that says so.
 
     Args:
       layers: one transform per layer.

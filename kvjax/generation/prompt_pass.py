@@ -13,16 +13,17 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax.attention.all_heads import of_all_heads
-from kvjax.attention.attend import complete
+from kvjax.attention.attend import begin_document, complete
 from kvjax.attention.kept_tokens import kept_tokens
 from kvjax.attention.layer import Cache, layer_caches
 from kvjax.attention.parts import mesh_of_cache, placed
-from kvjax.attention.prompt import begin, with_repetition
+from kvjax.attention.prompt import before_look, begin
 from kvjax.attention.rows import put_rows, take_rows
 from kvjax.compiled_code import compiled
 from kvjax.devices import by_rows, mesh_of
 from kvjax.freed_memory import give_back_freed
 from kvjax.generation.compiler import Compiler, Programs, Tracer
+from kvjax.generation.documents import Pieces
 from kvjax.generation.groups import Group, joined
 from kvjax.generation.model import FunctionalModel
 from kvjax.generation.new_caches import CacheSize, new_cache, states_of, states_of_layers
@@ -35,7 +36,6 @@ from kvjax.generation.observe import (
     slots_together,
 )
 from kvjax.generation.pruning import drops_tokens, pass_on, states_at
-from kvjax.generation.repetition import Pieces
 from kvjax.protocol import AttentionOptions, KVTransform
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ def read_prompt(
     compiler: Compiler,
     on_layer: Callable[[int], None] | None = None,
     last: bool = True,
-    repetitions: Sequence[Pieces] | None = None,
+    looking: Sequence[Pieces | None] | None = None,
     then: Then | None = None,
 ) -> tuple[Float[Array, "B V"], tuple[Cache, ...]]:
     """Returns the logits of each row's last token, and the caches that hold the prompt.
@@ -73,7 +73,8 @@ def read_prompt(
         model that does not show its parts, after the whole prompt.
       last: whether this ends the prompt, so that the caches are compressed; else they are readings,
         as in `attend`.
-      repetitions: the repetition of each group's prompts; None: they are not repeated.
+      looking: the tokens that look at each group's documents; None: the prompts are not documents,
+        or no method has a probe.
       then: traces what comes after the prompt, given abstract logits and caches; None: nothing.
     """
     sizes: list[CacheSize | None] = [None] * len(groups)
@@ -83,11 +84,11 @@ def read_prompt(
         for size in sizes:
             compiler.compile("the caches", ("states", size), states_of_layers, layers, size)
         start = [states_of_layers(layers, size) for size in sizes]
-    pieces = [None] * len(groups) if repetitions is None else repetitions
+    document, pieces = looking is not None, looking or [None] * len(groups)
     read = functools.partial(_read_whole_model, model)
     if model.parts is not None:
         read = functools.partial(_read_by_layer, model, model.parts.split(model.params))
-    read = functools.partial(read, layers, groups, sizes, start, last, pieces)
+    read = functools.partial(read, layers, groups, sizes, start, last, document, pieces)
 
     def trace(tracer: Tracer) -> None:
         logits, new_caches = read(tracer)
@@ -123,16 +124,18 @@ def _read_by_layer(
     sizes: Sequence[CacheSize | None],
     start: Sequence[tuple],
     last: bool,
-    repetitions: Sequence[Pieces | None],
+    document: bool,
+    looking: Sequence[Pieces | None],
     compiler: Programs,
     on_layer: Callable[[int], None] | None = None,
 ) -> tuple[list[Array], tuple[Cache, ...]]:
     """Reads a prompt layer by layer, for a model that shows its parts.
 
-    A layer reads the repetition of the prompt right after the prompt, before it is compressed.
+    What looks at a document comes right after it in each layer, before it is compressed.
 
     Args:
       params: of each layer.
+      document: whether the prompts are documents, for methods with a probe.
       sizes: the sizes of each group's new caches; None: the groups go on from caches of all rows.
       start: for each group, by layer, the states of its new caches, or the caches of all rows.
 
@@ -144,10 +147,10 @@ def _read_by_layer(
     observers = observers_of(parts.blocks, attention, layers, sizes[0] if last else None)
     together: Sequence[tuple[int, int] | None] = [None] * len(layers)
     if sizes[0] is None and last:
-        together = slots_together(layers, start[0], repetitions[0] is not None)
-    # What enters the next layer: the states of a prompt, their positions, and its repetition's.
+        together = slots_together(layers, start[0], document)
+    # For the next layer: states of a prompt, their positions, and states of what looks at it.
     passing, new_caches = [], []
-    for group, pieces in zip(groups, repetitions, strict=True):
+    for group, pieces in zip(groups, looking, strict=True):
         states = [
             tokens if tokens is None else compiler.run(
                 "the embedding", ("embed", tokens.tokens.shape), _embed,
@@ -166,21 +169,19 @@ def _read_by_layer(
             )
             transform = of_all_heads(transform)
         for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
-            x, positions, x_repeated = passing[number]
-            repeated = None
-            if x_repeated is not None:
-                repeated = x_repeated, repetitions[number].positions
+            x, positions, x_looking = passing[number]
+            pieces = None if x_looking is None else (x_looking, looking[number].positions)
             # Each group of an earlier turn's cache writes its rows into the same cache.
             states_or_cache = cache if size is None else start[number][layer]
             rows = group.rows if size is None else None
-            reads, reads_into = (transform, size, attention[layer], last), states_or_cache
+            reads, reads_into = (transform, size, attention[layer], last, document), states_or_cache
             if observer is not None and size is not None:  # nothing is written after the prompt
-                reads = observer, size._replace(max_new=0), attention[layer], False
+                reads = observer, size._replace(max_new=0), attention[layer], False, document
                 reads_into = NO_STATES
             *passing[number], cache = compiler.run(
                 f"the prompt pass of {of_layer}",
-                (block, reads, slots, x.shape, repeated is None), _read_layer,
-                block, *reads, layer_params, x, positions, reads_into, rows, repeated,
+                (block, reads, slots, x.shape, pieces is None), _read_layer,
+                block, *reads, layer_params, x, positions, reads_into, rows, pieces,
             )  # fmt: skip
             if observer is not None:
                 settings = f"the compression of {of_layer}", transform, size, attention[layer]
@@ -213,7 +214,8 @@ def _read_whole_model(
     sizes: Sequence[CacheSize | None],
     start: Sequence[tuple],
     last: bool,
-    repetitions: Sequence[Pieces | None],
+    document: bool,
+    looking: Sequence[Pieces | None],
     compiler: Programs,
     on_layer: Callable[[int], None] | None = None,
 ) -> tuple[list[Array], tuple[Cache, ...]]:
@@ -225,8 +227,8 @@ def _read_whole_model(
         group_logits, caches = jax.block_until_ready(
             compiler.run(
                 "the prompt pass", ("prompt", group.tokens.shape), _read_whole,
-                layers, size, last, model, group.tokens, group.positions, states_or_caches, rows,
-                repetitions[number],
+                layers, size, last, document, model, group.tokens, group.positions,
+                states_or_caches, rows, looking[number],
             )
         )  # fmt: skip
         logits.append(group_logits)
@@ -270,7 +272,7 @@ def cache_shapes(
     tokens = positions = jax.ShapeDtypeStruct((size.batch, 1), jnp.int32)
     if model.parts is None:
         states = jax.eval_shape(functools.partial(states_of_layers, layers, size))
-        read_whole = functools.partial(_read_whole, layers, size, True)
+        read_whole = functools.partial(_read_whole, layers, size, True, False)
         return jax.eval_shape(read_whole, model, tokens, positions, states)[1]
     parts = model.parts
     embed = functools.partial(_embed, parts.embed, None)
@@ -282,7 +284,9 @@ def cache_shapes(
         if key not in shapes:
             block, transform, options = key
             states = jax.eval_shape(functools.partial(states_of, transform, size, layer))
-            read_layer = functools.partial(_read_layer, block, transform, size, options, True)
+            read_layer = functools.partial(
+                _read_layer, block, transform, size, options, True, False
+            )
             shapes[key] = jax.eval_shape(read_layer, layer_params, x, positions, states)[-1]
     return tuple(shapes[key] for key in keys)
 
@@ -296,71 +300,75 @@ def _embed(
     return by_rows(x.reshape(*tokens.shape, -1), mesh)
 
 
-@compiled(static_argnums=(0, 1, 2, 3, 4), donate_argnums=8)
+@compiled(static_argnums=(0, 1, 2, 3, 4, 5), donate_argnums=9)
 def _read_layer(
     block: Callable,
     transform: KVTransform,
     size: CacheSize | None,
     attention: AttentionOptions,
     last: bool,
+    document: bool,
     layer_params: Any,
     x: Float[Array, "B T C"],
     positions: Int[Array, "B T"],
     states_or_cache: Cache | tuple,
     rows: Int[Array, " B"] | None = None,
-    repeated: tuple[Float[Array, "B P R C"], Int[Array, "B P R"]] | None = None,
+    pieces: tuple[Float[Array, "B P R C"], Int[Array, "B P R"]] | None = None,
 ) -> tuple[Array, Array, Array | None, Cache]:
-    """Reads a prompt, and its repetition if there is one, through one layer.
+    """Reads a prompt, and what looks at it if it is a document, through one layer.
 
     Args:
       size: the sizes of a new cache; None: there is one.
       states_or_cache: with a `size`, the states of the new cache; else the layer's cache.
       rows: the rows of the cache that the tokens are of; None: all of them.
-      repeated: states and positions of the pieces of the prompt's repetition.
+      pieces: states and positions of the tokens that look at the document; None: none do.
 
     Returns:
-      The states that leave the layer, their positions, those of the repetition, and the cache.
+      The states that leave the layer, their positions, states of what looks, and the cache.
     """
     cache = states_or_cache
     if size is not None:
-        cache = begin(new_cache(transform, size, attention, states_or_cache), empty=True)
+        cache = new_cache(transform, size, attention, states_or_cache)
+        cache = begin(cache, empty=True, document=document)
     if rows is not None:
         cache = take_rows(states_or_cache, rows)
-    mesh, x_repeated = mesh_of_cache(cache), None
-    ends = last and repeated is None
+    if document and size is None:
+        cache = begin_document(cache)
+    mesh, x_looking = mesh_of_cache(cache), None
+    ends = last and pieces is None
     x, cache = block(layer_params, x, positions, cache, layer=transform, phase="prompt", last=ends)
-    if repeated is not None:
+    if pieces is not None:
 
         def look(reading: Cache, piece: tuple[Array, Array]) -> tuple[Cache, Array]:
             y, reading = block(
-                layer_params, *piece, reading, layer=transform, phase="repetition", last=False
+                layer_params, *piece, reading, layer=transform, phase="probe", last=False
             )
             return reading, y
 
-        cache, x_repeated = _by_piece(look, with_repetition(cache), repeated)
-        x_repeated = by_rows(x_repeated, mesh)
+        cache, x_looking = _by_piece(look, before_look(cache), pieces)
+        x_looking = by_rows(x_looking, mesh)
         cache = complete(cache) if last else cache
     if drops_tokens(transform, cache):
         # A method such as PyramidInfer passes on only the tokens that it keeps in this layer.
         x, positions = pass_on(x, positions, kept_tokens(cache))
     if rows is not None:
         cache = put_rows(states_or_cache, rows, cache)
-    return by_rows(x, mesh), by_rows(positions, mesh), x_repeated, placed(cache)
+    return by_rows(x, mesh), by_rows(positions, mesh), x_looking, placed(cache)
 
 
 def _by_piece(
-    look: Callable[[T, Any], tuple[T, Array]], readings: T, repeated: Any
+    look: Callable[[T, Any], tuple[T, Array]], readings: T, pieces: Any
 ) -> tuple[T, Array]:
-    """Lets readings look at one piece of a repetition after the other, compiled once.
+    """Lets one piece after the other look at readings, compiled once.
 
     Args:
       look: returns readings and a result of them and a piece.
-      repeated: arrays `[B, P, R, ...]`.
+      pieces: arrays `[B, P, R, ...]`.
 
     Returns:
       The readings, and the results `[B, P, ...]`.
     """
-    readings, out = jax.lax.scan(look, readings, jax.tree.map(lambda x: x.swapaxes(0, 1), repeated))
+    readings, out = jax.lax.scan(look, readings, jax.tree.map(lambda x: x.swapaxes(0, 1), pieces))
     return readings, out.swapaxes(0, 1)
 
 
@@ -383,21 +391,22 @@ def _last_logits(
     return by_rows(head(params, states_at(x, positions, newest))[:, -1], mesh)
 
 
-@compiled(static_argnums=(0, 1, 2), donate_argnums=6)
+@compiled(static_argnums=(0, 1, 2, 3), donate_argnums=7)
 def _read_whole(
     layers: tuple[KVTransform, ...],
     size: CacheSize | None,
     last: bool,
+    document: bool,
     model: FunctionalModel,
     tokens: Array,
     positions: Array,
     states_or_caches: tuple,
     rows: Int[Array, " B"] | None = None,
-    repetition: Pieces | None = None,
+    pieces: Pieces | None = None,
 ) -> tuple[Float[Array, "B V"], tuple[Cache, ...]]:
     """Reads a prompt through all layers in one call; `size` and `rows` as in `_read_layer`.
 
-    All layers hold the whole prompt until its repetition has been read.
+    All layers hold the whole prompt until all that looks at it has been read.
 
     Returns:
       The logits of each row's last token, and the caches.
@@ -405,26 +414,29 @@ def _read_whole(
     caches = states_or_caches
     if size is not None:
         caches = tuple(
-            begin(new_cache(transform, size, model.attention(layer), states), empty=True)
+            new_cache(transform, size, model.attention(layer), states)
             for layer, (transform, states) in enumerate(zip(layers, states_or_caches, strict=True))
         )
+        caches = begin(caches, empty=True, document=document)
     if rows is not None:
         caches = take_rows(states_or_caches, rows)
+    if document and size is None:
+        caches = tuple(map(begin_document, caches))
     logits, caches = model.apply(
         model.params, tokens, positions, caches,
-        layers=layers, phase="prompt", last=last and repetition is None,
+        layers=layers, phase="prompt", last=last and pieces is None,
         logits_at=positions.argmax(-1)[:, None],
     )  # fmt: skip
-    if repetition is not None:
+    if pieces is not None:
 
         def look(readings: tuple[Cache, ...], piece: Pieces) -> tuple[tuple[Cache, ...], Array]:
             ignored, readings = model.apply(
-                model.params, *piece, readings, layers=layers, phase="repetition", last=False,
+                model.params, *piece, readings, layers=layers, phase="probe", last=False,
                 logits_at=jnp.zeros((len(piece.tokens), 1), jnp.int32),
             )  # fmt: skip
             return readings, ignored[:, :0]
 
-        caches, _ = _by_piece(look, tuple(map(with_repetition, caches)), repetition)
+        caches, _ = _by_piece(look, before_look(caches), pieces)
         caches = tuple(map(complete, caches)) if last else caches
     if rows is not None:
         caches = put_rows(states_or_caches, rows, caches)

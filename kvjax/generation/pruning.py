@@ -16,7 +16,7 @@ def whole_prompt(caches: tuple[Cache, ...], phase: str, last: bool) -> bool:
     Only then does it know which tokens each layer passes on.
     """
     parts = layer_caches(caches)
-    later_chunk = any(isinstance(part, Reading) and part.begun for part in parts)
+    later_chunk = any(isinstance(part, Reading) and part.phase for part in parts)
     return phase == "prompt" and last and not later_chunk
 
 

@@ -14,6 +14,7 @@ from kvjax.compose.bind import bind
 from kvjax.devices import automatic
 from kvjax.generation.compiler import Compiler
 from kvjax.generation.context import Context
+from kvjax.generation.documents import Document
 from kvjax.generation.fingerprints import Fingerprint
 from kvjax.generation.generate import read, size_to_read
 from kvjax.generation.head_profiles import with_named_profiles
@@ -21,7 +22,6 @@ from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.new_caches import CacheSize, states_of_layers
 from kvjax.generation.observe import Observe, compress_layer, reads_alone
 from kvjax.generation.prompt_checks import as_rows
-from kvjax.generation.repetition import Repetition
 from kvjax.generation.turns import begin
 from kvjax.protocol import KVTransform, Needs
 from kvjax.registry import as_transform
@@ -32,14 +32,14 @@ class ReadOnce:
 
     Methods that differ only in what they do when a prompt has been read share the prompt pass. Each
     layer keeps the full prompt's keys and values, and what the methods need of its attention: the
-    sums of probabilities (H2O, CaM), the last queries (SnapKV, PyramidKV, ...), or what the
-    prompt's repetition attends to (KVzip). Two cases need a prompt pass for each method: a method
+    sums of probabilities (H2O, CaM), the last queries (SnapKV, PyramidKV, ...), or the record of a
+    probe (KVzip). Two cases need a prompt pass for each method: a method
     that changes the pass (PyramidInfer without a budget drops hidden states), and a model on a
     mesh.
 
     Args:
       model, prompts, max_prompt, max_new, max_length, dtype, buckets, on_layer, on_compile,
-        repetition: as in `kvjax.read`.
+        document: as in `kvjax.read`.
       transforms: the methods, or their texts as in `kvjax.generate`; `context` takes any of them.
         Profiles of heads that they name are read from their files.
 
@@ -72,7 +72,7 @@ class ReadOnce:
         buckets: Sequence[int] | None = None,
         on_layer: Callable[[int], None] | None = None,
         on_compile: Callable[[str], None] | None = None,
-        repetition: Repetition | None = None,
+        document: Document | None = None,
     ) -> None:
         prompts = as_rows(prompts)
         methods = [as_transform(transform, "ReadOnce") for transform in transforms]
@@ -83,7 +83,7 @@ class ReadOnce:
         methods = [self._named(method) for method in methods]
         self._options = {
             "max_prompt": max_prompt, "max_new": max_new, "max_length": max_length,
-            "dtype": dtype, "buckets": buckets, "on_compile": on_compile, "repetition": repetition,
+            "dtype": dtype, "buckets": buckets, "on_compile": on_compile, "document": document,
         }  # fmt: skip
         widths, self._size = size_to_read(
             self._model, prompts, methods, max_prompt, max_new, max_length, dtype, buckets
@@ -97,7 +97,7 @@ class ReadOnce:
             layers = (observe,) * self._model.num_layers
             observed = begin(
                 self._model, prompts, widths, observe, layers, size, self._compiler, on_layer,
-                last=False, repetition=repetition,
+                last=False, document=document,
             )  # fmt: skip
             fingerprint = Fingerprint.of(self._model)
             self._observed = dataclasses.replace(observed, fingerprint=fingerprint)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Int
 
 from kvjax.attention.flush import flush, flush_interval
 from kvjax.attention.layer import Cache
@@ -16,13 +17,13 @@ from kvjax.compiled_code import compiled
 from kvjax.devices import put, put_rows
 from kvjax.generation.compiler import Compiler, Programs, Tracer
 from kvjax.generation.context import Context
-from kvjax.generation.groups import grouped
+from kvjax.generation.documents import Document, Pieces, pieces_of, probe_of, words_of
+from kvjax.generation.groups import Group, grouped
 from kvjax.generation.model import FunctionalModel
 from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.prompt_checks import Rows, bucket
 from kvjax.generation.prompt_pass import Then, read_prompt
-from kvjax.generation.repetition import Repetition, pieces_of, wants_repetition
-from kvjax.protocol import KVTransform
+from kvjax.protocol import Asking, KVTransform
 
 # One layer at a time, so that layers whose caches are alike share the compiled code.
 _flush_layer = compiled(static_argnums=1, donate_argnums=0)(flush)
@@ -50,7 +51,7 @@ def begin(
     compiler: Compiler,
     on_layer: Callable[[int], None] | None,
     last: bool = True,
-    repetition: Repetition | None = None,
+    document: Document | None = None,
     then: Then | None = None,
 ) -> Context:
     """Makes a context of new caches that hold these prompts.
@@ -58,16 +59,15 @@ def begin(
     Args:
       widths: the length that each prompt would be padded to alone.
       last: whether the caches are compressed; else they are readings, as in `attend`.
-      repetition: how the prompts are repeated, if a layer's method wants that.
+      document: as in `generate`; None: they are.
       then: as in `read_prompt`.
     """
     groups = grouped(prompts, widths, layers, size.mesh)
-    length, repetitions = np.array([len(prompt) for prompt in prompts], np.int32), None
-    if wants_repetition(layers):
-        repetition = (repetition or Repetition()).fitting(int(length.max()), model.max_positions)
-        repetitions = [pieces_of(repetition, g, prompts, length, size.mesh) for g in groups]
+    length = np.array([len(prompt) for prompt in prompts], np.int32)
+    document = True if document is None else document
+    pieces = _pieces(model, layers, groups, prompts, length, size.mesh, document)
     logits, caches = read_prompt(
-        model, layers, groups, size, compiler, on_layer, last, repetitions, then
+        model, layers, groups, size, compiler, on_layer, last, pieces, then
     )
     return Context(
         caches=caches,
@@ -83,6 +83,24 @@ def begin(
         size=size,
         windows=model.windows,
     )
+
+
+def _pieces(
+    model: FunctionalModel, layers: tuple[KVTransform, ...], groups: Sequence[Group],
+    prompts: Sequence[Sequence[int]], length: Int[np.ndarray, " B"], mesh: Mesh | None,
+    document: Document,
+) -> Sequence[Pieces | None] | None:  # fmt: skip
+    """Makes the tokens that look at each group's documents; None: no probe looks at prompts.
+
+    Args:
+      length: tokens of each row with its prompt.
+    """
+    probe = probe_of(layers) if document else None
+    if probe is None:
+        return None
+    longest = max(int(length[row]) for row, prompt in enumerate(prompts) if len(prompt))
+    asking = Asking(model, words_of(document), longest)
+    return [pieces_of(probe, asking, group, prompts, length, mesh) for group in groups]
 
 
 def _tokens_of(prompts: Rows, vocab_size: int) -> Bool[np.ndarray, "B V"]:
@@ -101,7 +119,7 @@ def further(
     compiler: Compiler,
     on_layer: Callable[[int], None] | None,
     last: bool = True,
-    repetition: Repetition | None = None,
+    document: Document | None = None,
     then: Then | None = None,
 ) -> Context:
     """Reads one more prompt of each row that has one, into the caches of a context.
@@ -112,7 +130,7 @@ def further(
     Args:
       prompts: one per row; None: the row takes no part.
       last: whether the caches are compressed; else they are readings of all rows, as in `attend`.
-      repetition: how the prompts are repeated; None: they are not, as questions.
+      document: as in `generate`; None: they are not, but questions.
       then: as in `read_prompt`.
     """
     rows = [np.asarray(row or (), np.int32) for row in prompts]
@@ -120,11 +138,8 @@ def further(
     widths = [bucket(row.size, None, buckets) if row.size else 0 for row in rows]
     length, mesh = np.asarray(context.length), context.size.mesh
     groups = grouped(rows, widths, context.layers, mesh, length)
-    repetitions, active = None, count > 0
-    if repetition is not None and wants_repetition(context.layers):
-        longest = int((length + count)[active].max())
-        repetition = repetition.fitting(longest, model.max_positions)
-        repetitions = [pieces_of(repetition, g, rows, length + count, mesh) for g in groups]
+    active = count > 0
+    pieces = _pieces(model, context.layers, groups, rows, length + count, mesh, document or False)
 
     # A prompt's end is a flush of its rows. Rows without a prompt have not been flushed then, and
     # steps are counted for all rows together.
@@ -137,7 +152,7 @@ def further(
             then(tracer, logits, caches)
 
     logits, caches = read_prompt(
-        model, context.layers, groups, context.caches, compiler, on_layer, last, repetitions,
+        model, context.layers, groups, context.caches, compiler, on_layer, last, pieces,
         flush_and_then,
     )  # fmt: skip
     if interval is not None:

@@ -59,4 +59,5 @@ class StreamingLLM(HeldBudget):
     def on_step(self, cache: KVCache, state: Budgets, step: Step) -> tuple[Keep, Budgets]:
         """Keeps the sinks and the newest of the other tokens."""
         sinks = cache.position < self.sinks
-        return Keep(state, None, always=sinks, newest=state - self.sinks), state
+        recent = state - self.sinks
+        return Keep(state, None, always=sinks, newest=recent, newest_first=True), state

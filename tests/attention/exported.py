@@ -20,8 +20,8 @@ import kvjax.attention.attend as attending
 from kvjax.protocol import KVTransform
 from tests.compose.test_conformance import CASES, LENGTHS, STEPS, WIDTH, tokens
 from tests.support.attending import (
-    REPEATED,
-    looks_at_repetition,
+    LOOKING,
+    has_probe,
     new_cache,
     right,
     the_rope,
@@ -29,7 +29,7 @@ from tests.support.attending import (
 
 
 def programs(transform: KVTransform, cache, batch=3) -> dict[str, jax.export.Exported]:
-    """A prompt, its repetition if the method looks at that, a step, and a flush if there is one.
+    """A prompt, what looks at it if the method has a probe, a step, and a flush if there is one.
 
     Args:
       cache: an empty one, or its shapes with the memory that its arrays are in.
@@ -37,9 +37,9 @@ def programs(transform: KVTransform, cache, batch=3) -> dict[str, jax.export.Exp
     """
     made = {}
     rope = jax.eval_shape(the_rope)
-    repeated = [("repetition", REPEATED)] if looks_at_repetition(transform) else []
-    for phase, width in (("prompt", WIDTH), *repeated, ("decode", 1)):
-        last = phase != "prompt" or not repeated
+    looking = [("probe", LOOKING)] if has_probe(transform) else []
+    for phase, width in (("prompt", WIDTH), *looking, ("decode", 1)):
+        last = phase != "prompt" or not looking
         call = functools.partial(kvjax.attend, transform, phase=phase, last=last)
         given = jax.eval_shape(lambda width=width: tokens().at(right([0] * 3, LENGTHS, width)))
         given = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in given]
@@ -60,9 +60,9 @@ def results(made: dict[str, jax.export.Exported], cache, rows=(0, 1, 2)) -> list
     at = right([0] * len(rows), lengths, WIDTH)
     out, cache = made["prompt"].call(cache, *own.at(at), rope=the_rope())
     found.append(out)
-    if "repetition" in made:
-        where = right(lengths.tolist(), [REPEATED] * len(rows), REPEATED)
-        _, cache = made["repetition"].call(cache, *own.at(where), rope=the_rope())
+    if "probe" in made:
+        where = right(lengths.tolist(), [LOOKING] * len(rows), LOOKING)
+        _, cache = made["probe"].call(cache, *own.at(where), rope=the_rope())
     for step in range(STEPS):
         now = (lengths + step)[:, None]
         out, cache = made["decode"].call(cache, *own.at(now), rope=the_rope())

@@ -79,7 +79,7 @@ def test_it_is_read_and_asked_as_in_python(
     kept = kvjax.load_context(tmp_path / "out", model).transform
     context = kvjax.read(
         model, [tokens], transform=kept, max_prompt=len(tokens) + 32, max_new=8,
-        repetition=kvjax.Repetition.of(tokenizer), buckets=[len(tokens)],
+        document=tokenizer, buckets=[len(tokens)],
     )  # fmt: skip
     assert record["cache_bytes"] == context.nbytes < record["full_cache_bytes"]
     questions = [Dialogue(tokenizer).question(text) for text in ("Lily said", "The dog")]
@@ -178,7 +178,7 @@ def test_smollm2_answers_the_same_from_a_file_of_a_few_per_cent(smollm2, data_di
     model, tokenizer = from_pretrained(smollm2), load_tokenizer(smollm2)
     text = (data_dir / "text" / "wikitext2.test.txt").read_text()[:30_000]
     tokens = tokenizer(text).input_ids
-    document, repetition = tokens[-4096:], kvjax.Repetition.of(tokenizer)
+    document = tokens[-4096:]
     # Uneven shares, alike in all layers: the model's own would be eight layouts to compile.
     size = np.exp(3 * np.random.default_rng(0).normal(size=(model.kv_heads, 1)))
     size = np.broadcast_to(size, (model.num_layers, *size.shape))
@@ -186,7 +186,7 @@ def test_smollm2_answers_the_same_from_a_file_of_a_few_per_cent(smollm2, data_di
     base = kvjax.chain(kvjax.KVzip(0.05, room=64), kvjax.Quantize())
     context = kvjax.read(
         model, [document], transform=kvjax.ByHead(base, profile), max_prompt=4096 + 64, max_new=8,
-        repetition=repetition,
+        document=tokenizer,
     )  # fmt: skip
     words = "who what when where why which whose how is are was were can did has does".split()
     questions = [tokenizer(f" {word} it?", add_special_tokens=False).input_ids for word in words]

@@ -12,20 +12,18 @@ import pytest
 import kvjax
 from kvjax.kit import Keep, Mark, Needs, Stage, accumulated_attention
 from kvjax.protocol import Moment
+from kvjax.transforms.kvzip.repetition import Repetition
 
 ASK = {  # what asks for each field
     "mass": Needs(decode_mass=True),
     "query": Needs(query_window=3),
     "query_position": Needs(query_share=0.25),
-    "repetition": Needs(repetition=True),
-    "repetition_query": Needs(repetition=True, repetition_queries=True),
-    "repetition_position": Needs(repetition=True, repetition_queries=True),
+    "record": Needs(probe=Repetition()),
     "attention": Needs(accumulated_attention=True),
     "predicted": Needs(predicted_query=True),
 }
 THERE = {  # the moments that have it
-    "mass": {"step"}, "query": {"prompt"}, "query_position": {"prompt"}, "repetition": {"prompt"},
-    "repetition_query": {"prompt"}, "repetition_position": {"prompt"},
+    "mass": {"step"}, "query": {"prompt"}, "query_position": {"prompt"}, "record": {"prompt"},
     "attention": {"prompt", "flush", "step", "select"}, "predicted": {"select"},
 }  # fmt: skip
 MOMENTS = "prompt", "flush", "step"
@@ -70,11 +68,11 @@ class Asks(kvjax.KVTransform):
     """Asks for everything, and decides nothing."""
 
     needs = property(lambda self: Needs(True, 4, 0.5, decode_mass=True)._replace(
-        predicted_query=True, repetition=True, repetition_queries=True))  # fmt: skip
+        predicted_query=True, probe=Repetition()))  # fmt: skip
 
 
 def trace(transform: kvjax.KVTransform) -> list:
-    """What a method has read in a prompt with its repetition, a step and a flush."""
+    """What a method has read in a prompt that a probe looks at, a step and a flush."""
     READ.clear()
 
     def run():
@@ -82,12 +80,12 @@ def trace(transform: kvjax.KVTransform) -> list:
             transform, batch=1, kv_heads=2, query_heads=4, head_dim=8, max_prompt=16, max_new=8,
         )  # fmt: skip
         q, kv = jnp.ones((1, 4, 6, 8)), jnp.ones((1, 2, 6, 8))
-        at, repeated = jnp.arange(6)[None], transform.needs.repetition
+        at, probe = jnp.arange(6)[None], transform.needs.probe
         call = (transform, cache, q, kv, kv, at)
-        cache = kvjax.attend(*call, phase="prompt", last=not repeated)[1]
-        if repeated:
+        cache = kvjax.attend(*call, phase="prompt", last=probe is None)[1]
+        if probe is not None:
             call = (transform, cache, q, kv, kv, at + 6)
-            cache = kvjax.attend(*call, phase="repetition")[1]
+            cache = kvjax.attend(*call, phase="probe")[1]
         new = q[:, :, :1], kv[:, :, :1], kv[:, :, :1], jnp.array([[6]])
         options = {"phase": "decode", "predicted_query": new[0]}
         return kvjax.flush(kvjax.attend(transform, cache, *new, **options)[1])
@@ -151,7 +149,7 @@ class KeepsNewest(Reads):
 
     def on_prompt(self, cache, state, step):
         self.read(step.moment, step, cache)
-        return Keep(jnp.full_like(cache.length, 4), None), state
+        return Keep(jnp.full_like(cache.length, 4), None, newest_first=True), state
 
     def on_step(self, cache, state, step):
         return None, state
@@ -212,3 +210,17 @@ class KeepsByMass(kvjax.kit.PromptBudget):
 def test_check_refuses_a_forgotten_request():
     with refused_by(KeepsByMass, "mass"):
         kvjax.testing.check(KeepsByMass())
+
+
+class ScoresByMass(KeepsNewest):
+    """Keeps by attention probabilities, which only a step has."""
+
+    def on_prompt(self, cache, state, step):
+        return Keep(jnp.full_like(cache.length, 4), step.mass), state
+
+
+def test_a_score_that_a_moment_does_not_have_is_no_window():
+    with pytest.raises(
+        TypeError, match=r"ScoresByMass\.on_prompt: Keep takes a score or newest_first"
+    ):
+        trace_prompt(ScoresByMass("mass", "prompt", ASK["mass"]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import jax.numpy as jnp
 import numpy as np
@@ -376,15 +375,3 @@ def test_a_sample_comes_from_all_over_the_text():
     ]
     assert [len(x) for x in sample_of(range(10_000), 1024)] == [448] * 3
     assert [x[0] for x in sample_of(range(30), None)] == [0, 10, 20]
-
-
-def test_the_instruction_is_of_the_tokenizer():
-    class Tokenizer:
-        def __call__(self, text, add_special_tokens):
-            assert not add_special_tokens
-            return type("Ids", (), {"input_ids": [ord(c) for c in text]})
-
-    made = kvjax.Repetition.of(Tokenizer())
-    assert "".join(map(chr, made.first)) == "\n\nRepeat the previous context exactly.\n\n"
-    assert "".join(map(chr, made.further)).endswith("exactly, starting with")
-    assert made.piece == 2048 and json.dumps(made.first)

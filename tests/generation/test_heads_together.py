@@ -15,8 +15,9 @@ from tests.generation.test_observe import LAYERS, PROFILE, SIZES, model
 from tests.support.attending import numbers, parts, slots_of
 from tests.support.marks import some_slow
 from tests.support.tolerances import close
+from tests.support.words import Words
 
-KVZIP = kvjax.KVzip(0.3, room=64)
+KVZIP = kvjax.KVzip(0.3, room=64, piece=8)
 SNAPKV = kvjax.SnapKV(0.4, window=4)
 CLUSTERS = kvjax.ClusterKV(16, tokens_per_cluster=4, sinks=2, dense_layers=())
 
@@ -27,7 +28,7 @@ def by_head(base):
 
 METHODS = {
     "kvzip": by_head(KVZIP),
-    "kvzip with fit": by_head(kvjax.KVzip(0.3, room=64, fit=True)),
+    "kvzip with fit": by_head(kvjax.KVzip(0.3, room=64, piece=8, fit=True)),
     "kvzip in 8 bits": by_head(kvjax.chain(KVZIP, kvjax.Quantize(8))),
     "kvzip in 4 bits": by_head(kvjax.chain(KVZIP, kvjax.Quantize(4, group=8))),
     "everything": by_head(kvjax.KVzip(1.0, room=64)),
@@ -54,13 +55,13 @@ def alone(monkeypatch) -> None:
     monkeypatch.setattr(prompt_pass, "slots_together", lambda layers, *args: [None] * len(layers))
 
 
-def conversation(transform, turns=TURNS, repetition=None) -> list:
+def conversation(transform, turns=TURNS, document=None) -> list:
     """The contexts and results after each turn."""
     context = kvjax.read(model(), RAGGED, transform=transform, max_prompt=96, max_new=20)
     results = []
     for turn in turns:
         result = kvjax.generate(
-            model(), turn, context=context, max_new_tokens=6, end_tokens=(), repetition=repetition
+            model(), turn, context=context, max_new_tokens=6, end_tokens=(), document=document
         )
         context = result.context
         results.append(result)
@@ -101,9 +102,9 @@ def test_turns_are_those_of_groups_alone(name, monkeypatch):
 
 @pytest.mark.parametrize("name", some_slow(["kvzip", "kvzip with fit"], "kvzip"))
 def test_further_documents_are_those_of_groups_alone(name, monkeypatch):
-    """They are repeated; with a fit each group reads them by itself."""
+    """They are looked at; with a fit each group reads them by itself."""
     turns = [[[7, 3, 9, 1, 4] * 3, [6, 2] * 9, None], [[5, 9, 2], None, [8]]]
-    repetition, calls = kvjax.Repetition(first=(1, 2), further=(3,), piece=8), []
+    words, calls = Words((1, 2), (3,)), []
     join_heads = prompt_pass.join_heads
 
     def noted(*args):
@@ -112,10 +113,10 @@ def test_further_documents_are_those_of_groups_alone(name, monkeypatch):
         return join_heads(*args)
 
     monkeypatch.setattr(prompt_pass, "join_heads", noted)
-    together = conversation(METHODS[name], turns, repetition)
+    together = conversation(METHODS[name], turns, words)
     assert len(calls) == (2 * LAYERS if name == "kvzip" else 0)
     alone(monkeypatch)
-    for one, other in zip(together, conversation(METHODS[name], turns, repetition), strict=True):
+    for one, other in zip(together, conversation(METHODS[name], turns, words), strict=True):
         same(one, other, KINDS.get(name, "accumulated"))
 
 

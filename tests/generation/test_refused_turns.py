@@ -21,6 +21,7 @@ from tests.generation.test_generate import RAGGED, model
 from tests.generation.test_heads_together import METHODS as BY_HEAD
 from tests.generation.test_observe import model as model_of_four_layers
 from tests.support.marks import some_slow
+from tests.support.words import Words
 
 SIZES = {"max_prompt": 128, "max_new": 32}
 TURN = [[7, 3], None, [5, 9, 2]]
@@ -118,7 +119,7 @@ def test_a_model_that_does_not_show_its_parts():
 
 
 def test_a_turn_that_is_repeated():
-    goes_wrong(model(), kvjax.KVzip(0.3, room=16), repetition=kvjax.Repetition(first=(5, 6)))
+    goes_wrong(model(), kvjax.KVzip(0.3, room=16), document=Words((5, 6)))
 
 
 @pytest.mark.parametrize(
@@ -220,9 +221,7 @@ def positions(context) -> list[np.ndarray]:
 def test_a_turn_that_is_repeated_has_no_limit():
     context = kvjax.read(model(), RAGGED, transform=kvjax.KVzip(20, room=0), **SIZES)
     longer = [[3] * 40, None, None]
-    kvjax.generate(
-        model(), longer, context=context, max_new_tokens=2, repetition=kvjax.Repetition()
-    )
+    kvjax.generate(model(), longer, context=context, max_new_tokens=2, document=True)
     refused(model(), context, [[3], None, None], "at most 0 tokens")
 
 
@@ -244,7 +243,7 @@ def test_what_later_documents_hold(name):
     for count, repeated in ((10, False), (30, True), (5, False), (30, True)):
         context = kvjax.generate(
             make(), [RAGGED[0][:count]], context=context, max_new_tokens=1, donate=True,
-            repetition=kvjax.Repetition() if repeated else None,
+            document=True if repeated else None,
         ).context  # fmt: skip
         edges += [edges[-1] + count, edges[-1] + count + 1]
     held = np.zeros(len(edges) - 1)

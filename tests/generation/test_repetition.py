@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -16,17 +17,20 @@ from kvjax.generation.prompt_pass import CacheSize
 from kvjax.generation.read_once import Observe
 from kvjax.generation.turns import begin
 from kvjax.models import DecoderConfig, LayerConfig, RopeConfig, random_decoder
-from kvjax.protocol import Needs
+from kvjax.protocol import Asking, Needs
+from kvjax.transforms.kvzip.repetition import Repetition
 from tests.references.attention import softmax_attention
 from tests.references.slots import best
 from tests.references.snapkv import pool
 from tests.support.attending import slots_of
 from tests.support.marks import some_slow
 from tests.support.tolerances import close
+from tests.support.words import Words
 
 # No token twice, so that no two scores are equal.
 PROMPTS = [np.random.default_rng(n).permutation(250)[:n].tolist() for n in (150, 70, 33)]
-REPETITION = kvjax.Repetition(first=(251, 252), further=(253,), piece=64)
+FIRST, FURTHER, PIECE = (251, 252), (253,), 64
+WORDS = Words(FIRST, FURTHER)
 BUDGET, SINKS, NEWEST, WINDOW = 0.2, 3, 2, 40
 SIZES = {
     "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2,
@@ -63,10 +67,10 @@ def whole_pass(name: str, ids: list[int]):
 
 def pieces(prompt: list[int]) -> list[list[int]]:
     """Tokens that follow the prompt, once for each of its pieces."""
-    made = [[*REPETITION.first, *prompt[: REPETITION.piece]]]
-    for start in range(REPETITION.piece, len(prompt), REPETITION.piece):
-        asked = *REPETITION.further, *prompt[start - 8 : start]
-        made.append([*asked, *prompt[start : start + REPETITION.piece]])
+    made = [[*FIRST, *prompt[:PIECE]]]
+    for start in range(PIECE, len(prompt), PIECE):
+        asked = *FURTHER, *prompt[start - 8 : start]
+        made.append([*asked, *prompt[start : start + PIECE]])
     return made
 
 
@@ -104,13 +108,13 @@ def expected(name: str, prompt: list[int], windows: bool):
 def test_it_equals_whole_passes_that_are_cut_afterwards(name, everywhere, parts):
     if everywhere and name != "windows":
         pytest.skip("no layer has a window")
-    tx = kvjax.KVzip(BUDGET, sinks=SINKS, window=NEWEST)
+    tx = kvjax.KVzip(BUDGET, sinks=SINKS, window=NEWEST, piece=PIECE)
     tx = kvjax.Everywhere(tx) if everywhere else tx
     functional = as_functional(model(name))
     if not parts:
         functional = dataclasses.replace(functional, parts=None)
     context = kvjax.read(
-        functional, PROMPTS, transform=tx, max_new=4, dtype=np.float32, repetition=REPETITION
+        functional, PROMPTS, transform=tx, max_new=4, dtype=np.float32, document=WORDS
     )
     assert context.length.tolist() == [150, 70, 33]
     for row, prompt in enumerate(PROMPTS):
@@ -127,7 +131,7 @@ def test_the_logits_are_those_of_the_prompt():
     """A repetition changes what is kept, and nothing of the pass itself."""
     read = functools.partial(kvjax.read, model("plain"), PROMPTS, max_new=4, dtype=np.float32)
     full = read(transform=kvjax.Full())
-    looked = read(transform=kvjax.KVzip(BUDGET, fit=True), repetition=REPETITION)
+    looked = read(transform=kvjax.KVzip(BUDGET, fit=True, piece=PIECE), document=WORDS)
     close(looked.logits, full.logits)
 
 
@@ -138,16 +142,11 @@ def test_pieces_are_as_long_as_positions_allow(parts):
     functional = as_functional(few)
     if not parts:
         functional = dataclasses.replace(functional, parts=None)
-    tx = kvjax.KVzip(BUDGET)
     read = functools.partial(
-        kvjax.read, functional, PROMPTS[:1], transform=tx, max_new=4, dtype=np.float32
+        kvjax.read, functional, PROMPTS[:1], max_new=4, dtype=np.float32, document=WORDS
     )
-    shorter = dataclasses.replace(REPETITION, piece=41)
-    assert REPETITION.fitting(150, 200) == shorter
-    for x, y in zip(
-        jax.tree.leaves(read(repetition=REPETITION).caches),
-        jax.tree.leaves(read(repetition=shorter).caches), strict=True,
-    ):  # fmt: skip
+    of_64, of_41 = (read(transform=kvjax.KVzip(BUDGET, piece=piece)) for piece in (PIECE, 41))
+    for x, y in zip(jax.tree.leaves(of_64.caches), jax.tree.leaves(of_41.caches), strict=True):
         np.testing.assert_array_equal(x, y)
 
 
@@ -155,4 +154,27 @@ def test_a_prompt_without_room_for_its_repetition_is_refused():
     few = random_decoder(DecoderConfig(**SIZES | {"max_positions": 190}), seed=3)
     message = "149 tokens at most, .* the model's 190 positions .* got 150"
     with pytest.raises(ValueError, match=message):
-        kvjax.read(few, PROMPTS, transform=kvjax.KVzip(BUDGET), repetition=REPETITION, max_new=4)
+        kvjax.read(
+            few, PROMPTS, transform=kvjax.KVzip(BUDGET, piece=PIECE), document=WORDS, max_new=4
+        )
+
+
+def test_the_instruction_is_in_the_tokens_of_the_model():
+    def letters(text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    document = list(range(300, 400))
+    asking = Asking(SimpleNamespace(max_positions=None), letters, len(document))
+    ((first, further),) = Repetition(piece=64).pieces([document], 128, asking)
+    begins, ends = "\n\nRepeat the previous context exactly.\n\n", "exactly, starting with"
+    assert first[first >= 0].tolist() == [*letters(begins), *document[:64]]
+    asked = further[further >= 0].tolist()
+    assert asked[-44:] == [*document[56:64], *document[64:]]
+    assert asked[:-44][-len(ends) :] == letters(ends)
+    assert first.shape == (136,)  # 64 tokens, 63 letters and 8 of the piece before, in eights
+
+
+def test_one_reading_has_one_probe():
+    assert Repetition().union(Repetition(queries=True)) == Repetition(queries=True)
+    with pytest.raises(ValueError, match="one reading of a document has one probe"):
+        Repetition(piece=64).union(Repetition(piece=32))

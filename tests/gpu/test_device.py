@@ -281,7 +281,7 @@ def test_whole_models_lower_for_cuda(device, monkeypatch, method):
     steps = functools.partial(decode_loop._decode, layers)
     assert KERNEL in lower_for_cuda(steps, model, loop, np.int32(3), choice)
     if "kvzip" in method:
-        return  # its prompts are read together with a repetition
+        return  # its prompts are read together with what looks at them
     one, layer = size._replace(batch=1), layers[-1]
     read = functools.partial(
         _read_layer, model.parts.blocks[-1], layer, one, model.attention(2), True

@@ -107,16 +107,16 @@ def new_cache(transform, batch=3, **changes):
     return init_cache(transform, **{**SIZE, "batch": batch, **changes})
 
 
-def looks_at_repetition(transform) -> bool:
-    return any(tx.needs.repetition for tx in by_head_groups(transform))
+def has_probe(transform) -> bool:
+    return any(tx.needs.probe for tx in by_head_groups(transform))
 
 
-REPEATED = 6  # tokens that follow a prompt for methods that look at its repetition
+LOOKING = 6  # tokens that look at a prompt for methods with a probe
 
 
 def prompt(transform, cache, tokens: Tokens, positions, last=True, dtype=jnp.float32, **options):
-    """A chunk of a prompt, which some tokens follow if a method looks at its repetition."""
-    looks = last and looks_at_repetition(transform)
+    """A chunk of a prompt, at which some tokens look if a method has a probe."""
+    looks = last and has_probe(transform)
     options.setdefault("rope", the_rope())
     out, cache = attend(
         transform, cache, *tokens.at(positions, dtype), phase="prompt", last=last and not looks,
@@ -124,10 +124,10 @@ def prompt(transform, cache, tokens: Tokens, positions, last=True, dtype=jnp.flo
     )  # fmt: skip
     if looks:
         reading = layer_caches(cache)[0]
-        counts = jnp.where(reading.rows, REPEATED, 0)
-        where = right(reading.kv.length, counts, REPEATED)
+        counts = jnp.where(reading.rows, LOOKING, 0)
+        where = right(reading.kv.length, counts, LOOKING)
         new = tokens.at(where, dtype)
-        _, cache = attend(transform, cache, *new, phase="repetition", **options)
+        _, cache = attend(transform, cache, *new, phase="probe", **options)
     return out, cache
 
 
@@ -194,11 +194,11 @@ def shapes_of_run(transform, tokens: Tokens, positions, dtype=jnp.float32, **siz
     def calls():
         step = functools.partial(kvjax.attend, transform, rope=the_rope())
         empty = new_cache(transform, len(positions), dtype=dtype, **sizes)
-        looks = looks_at_repetition(transform)
+        looks = has_probe(transform)
         new = tokens.at(positions, dtype)
         prompt_out, cache = step(empty, *new, phase="prompt", last=not looks)
         if looks:
-            _, cache = step(cache, *tokens.at(now, dtype), phase="repetition")
+            _, cache = step(cache, *tokens.at(now, dtype), phase="probe")
         out, after = step(cache, *tokens.at(now, dtype), phase="decode")
         return Shapes(prompt_out, out, (empty, cache, after))
 

@@ -100,7 +100,7 @@ class Documents:
             taken = [min(count, PIECE - 5 * number) if count else 0 for count in counts]
             looked.append(self.tokens(taken, PIECE))
         outs = [
-            self.call(*piece, "repetition", last=number == pieces - 1)
+            self.call(*piece, "probe", last=number == pieces - 1)
             for number, piece in enumerate(looked)
         ]
         for row, head in self.heads:

@@ -107,7 +107,7 @@ def test_a_further_document_leaves_the_first_as_it_is():
     both.call(new, at, "prompt", last=False)
     both.length += (30, 0, 24)
     piece = both.tokens((20, 0, 20), PIECE)
-    both.call(*piece, "repetition")
+    both.call(*piece, "probe")
     for (row, head), old in zip(both.heads, before, strict=True):
         kept = slots_of(both.cache, row, head)
         first = np.isin(kept["position"], old["position"])
@@ -139,7 +139,7 @@ def read(tx, count: int = 300, pieces: int = 1, seed: int = 0):
     for number, part in enumerate(np.array_split(np.arange(count), pieces)):
         new = [x[:, :, part] for x in asked]
         last = number == pieces - 1
-        _, cache = attend(tx, cache, *new, where[:, part], phase="repetition", last=last)
+        _, cache = attend(tx, cache, *new, where[:, part], phase="probe", last=last)
     return cache, (k, v, at)
 
 
@@ -210,7 +210,7 @@ def test_a_fit_of_16_bits_stays_finite():
     low = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
     _, cache = attend(tx, cache, *low, at, phase="prompt", last=False)
     where = at.max(1)[:, None] + 1 + np.arange(32, dtype=np.int32)[None]
-    _, cache = attend(tx, cache, *low, where, phase="repetition")
+    _, cache = attend(tx, cache, *low, where, phase="probe")
     assert np.isfinite(np.asarray(cache.kv.v.read(), np.float32)).all()
     assert (np.asarray(cache.kv.log_mass)[np.asarray(cache.kv.live)] != 0).any()
 

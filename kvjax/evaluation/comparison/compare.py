@@ -40,7 +40,6 @@ from kvjax.generation.head_profiles import sample_of, with_named_profiles, with_
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.prompt_checks import bucket
 from kvjax.generation.read_once import ReadOnce
-from kvjax.generation.repetition import Repetition
 from kvjax.origins import origin
 from kvjax.protocol import KVTransform
 
@@ -244,14 +243,16 @@ class _Measure:
             for x in material.grid.candidates
         ]
         self._decode = decoder(material.tokenizer)
-        self._repetition = Repetition.of(material.tokenizer)
         # Candidates of several units share a transform, which is calibrated once.
         self.calibrated = functools.cache(self._calibrated)
 
     def _calibrated(self, transform: KVTransform) -> KVTransform:
         most = self.model.max_positions
         transform = with_profiles(
-            transform, self.model, lambda: sample_of(self.material.tokens, most), self._repetition
+            transform,
+            self.model,
+            lambda: sample_of(self.material.tokens, most),
+            self.material.tokenizer,
         )
         return calibrated(transform, self.model, [self.material.sample(most)])
 
@@ -341,7 +342,7 @@ class _Measure:
         start = time.perf_counter()
         fidelities = measure_fidelities(
             self.model, list(ready.values()), prompts, new_tokens=most_new,
-            repetition=self._repetition,
+            document=self.material.tokenizer,
         )  # fmt: skip
         # All methods are measured in one call, whose seconds count for the first of them.
         for candidate, fidelity in zip(ready, fidelities, strict=True):
@@ -387,7 +388,7 @@ class _Measure:
             once = ReadOnce(
                 self.model, prompts, list(ready.values()), max_prompt=padded + room,
                 max_new=bucket(most_new, None, None),
-                max_length=longest + question_length + most_new, repetition=self._repetition,
+                max_length=longest + question_length + most_new, document=self.material.tokenizer,
             )  # fmt: skip
         except Exception as error:
             yield from ((candidate, _failed(error)) for candidate in ready)

@@ -18,8 +18,8 @@ from kvjax.evaluation.cells.grid import Candidate, Grid
 from kvjax.evaluation.fidelity.fidelity import Fidelity, check_run, judge
 from kvjax.evaluation.fidelity.full_run import FullRun
 from kvjax.generation.calibration import CALIBRATION_TOKENS, calibrated
+from kvjax.generation.documents import Document
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
-from kvjax.generation.repetition import Repetition
 from kvjax.messages import brief
 from kvjax.protocol import KVTransform
 from kvjax.registry import METHODS, parse
@@ -139,7 +139,7 @@ def diagnose(
     methods: Sequence[str] | None = None,
     budgets: Sequence[int | float] = BUDGETS,
     new_tokens: int = NEW_TOKENS,
-    repetition: Repetition | None = None,
+    document: Document | None = None,
     calibrate: Callable[[KVTransform], KVTransform] | None = None,
     on_progress: Callable[[int, int, str], None] | None = None,
 ) -> Diagnosis:
@@ -159,7 +159,7 @@ def diagnose(
         the budgets or the model do not suit, which are `left_out`.
       budgets: budgets for every method that takes one.
       new_tokens: number of decode steps to average over.
-      repetition: as in `kvjax.read`.
+      document: as in `kvjax.read`.
       calibrate: returns a method with what it needs of the model; by default `kvjax.calibrated`,
         with the beginnings of the prompts as the sample.
       on_progress: called before each part of the work and at the end with the parts done, all
@@ -200,7 +200,7 @@ def diagnose(
     lengths = [sum(map(len, rows)) for rows in (prompts, questions)]
     report(0, total, f"reading {sum(lengths):,} tokens")
     sample = [row[:CALIBRATION_TOKENS] for row in compressed]
-    calibrate = calibrate or (lambda tx: calibrated(tx, model, sample, repetition=repetition))
+    calibrate = calibrate or (lambda tx: calibrated(tx, model, sample, document=document))
     calibrations: list[tuple[Candidate, KVTransform]] = []
     for candidate in candidates:
         try:
@@ -212,7 +212,7 @@ def diagnose(
     transforms = [transform for _, transform in calibrations]
     run = FullRun(
         functional, compressed, transforms, new_tokens=new_tokens, questions=following,
-        repetition=repetition,
+        document=document,
     )  # fmt: skip
     findings = []
     for done, (candidate, transform) in enumerate(calibrations, 1):

@@ -18,9 +18,9 @@ from kvjax.compiled_code import compiled
 from kvjax.compose.bind import bind
 from kvjax.devices import automatic
 from kvjax.generation.context import Context
+from kvjax.generation.documents import Document
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.prompt_checks import check_prompts
-from kvjax.generation.repetition import Repetition
 from kvjax.generation.steps import scan_steps
 from kvjax.protocol import Full, KVTransform
 
@@ -168,7 +168,7 @@ def measure_fidelities(
     budget: int | None = None,
     new_tokens: int = 1,
     questions: Sequence[Sequence[int]] | None = None,
-    repetition: Repetition | None = None,
+    document: Document | None = None,
 ) -> list[Fidelity]:
     """Measures recall and attention error of methods at the first tokens after a prompt.
 
@@ -200,7 +200,7 @@ def measure_fidelities(
         layer, row and head.
       new_tokens: number of decode steps to average over; the first one by default.
       questions: token ids that follow the prompt of each row; none by default.
-      repetition: as in `kvjax.read`.
+      document: as in `kvjax.read`.
 
     Returns:
       For each method, means over the new tokens.
@@ -235,7 +235,7 @@ def measure_fidelities(
             )
     run = FullRun(
         functional, prompts, transforms, new_tokens=new_tokens, questions=questions,
-        repetition=repetition,
+        document=document,
     )  # fmt: skip
     return [judge(run, run.context(transform), budget) for transform in transforms]
 

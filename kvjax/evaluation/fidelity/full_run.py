@@ -18,10 +18,10 @@ from kvjax.compose.bind import bind
 from kvjax.compose.wrappers import Everywhere, by_head_groups
 from kvjax.generation.compiler import Compiler
 from kvjax.generation.context import Context
+from kvjax.generation.documents import Document
 from kvjax.generation.model import FunctionalModel
 from kvjax.generation.observe import Observe
 from kvjax.generation.read_once import ReadOnce
-from kvjax.generation.repetition import Repetition
 from kvjax.generation.steps import decode_step
 from kvjax.generation.turns import further
 from kvjax.protocol import AttentionOptions, KVTransform, Needs
@@ -75,7 +75,7 @@ class FullRun:
       transforms: the methods.
       new_tokens: number of recorded decode steps.
       questions: token ids of each row that follow the prompt as a further turn; None for no turn.
-      repetition: how prompts are repeated, for methods that look at that.
+      document: as in `kvjax.read`.
 
     Attributes:
       start: position of each row's first new token.
@@ -91,7 +91,7 @@ class FullRun:
         *,
         new_tokens: int,
         questions: Sequence[Sequence[int]] | None = None,
-        repetition: Repetition | None = None,
+        document: Document | None = None,
     ) -> None:
         longest = max(map(len, prompts))
         question_length = 0 if questions is None else max(map(len, questions))
@@ -106,7 +106,7 @@ class FullRun:
         full = Everywhere(Observe(Needs(query_window=question_length, unrotated_keys=unrotated)))
         self._once = ReadOnce(
             model, prompts, [full, *transforms], max_prompt=longest + question_length,
-            max_new=new_tokens, buckets=[longest], repetition=repetition,
+            max_new=new_tokens, buckets=[longest], document=document,
         )  # fmt: skip
         context = self._once.context(full)
         self.turns: tuple[Turn, ...] | None = None

@@ -1,4 +1,4 @@
-"""The phase "repetition": tokens that attend to a prompt and are not stored."""
+"""The phase "probe": tokens that attend to a prompt and are not stored."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_it_is_the_references(attend, options, chunks, sinks):
     piece_at = [positions_of(count, PIECE, LENGTHS) for count in counts]
     outs = []
     for new, where in zip(pieces, piece_at, strict=True):
-        out, cache = attend(TX, cache, *new, where, phase="repetition", last=False, **extra)
+        out, cache = attend(TX, cache, *new, where, phase="probe", last=False, **extra)
         outs.append(np.asarray(out))
     assert cache.kv.length.tolist() == list(LENGTHS)
     for row in range(BATCH):
@@ -81,7 +81,7 @@ def test_it_is_the_references(attend, options, chunks, sinks):
             received = np.zeros(PROMPT)
             place = np.asarray(cache.kv.position[row, head])
             live = place >= 0
-            received[place[live]] = np.asarray(cache.repetition[row, head])[live]
+            received[place[live]] = np.asarray(cache.record.slots["received"][row, head])[live]
             close(received, np.where(at[row] >= 0, score, 0.0))
 
 
@@ -90,8 +90,8 @@ def test_nothing_of_it_is_stored(attend):
     prompt, piece = tokens_of(rng, PROMPT), tokens_of(rng, PIECE)
     at, piece_at = positions_of(LENGTHS, PROMPT), positions_of((16, 7), PIECE, LENGTHS)
     _, reading = attend(TX, cache_of(), *prompt, at, phase="prompt", last=False)
-    _, looked = attend(TX, reading, *piece, piece_at, phase="repetition", last=False)
-    plain = dataclasses.replace(looked, repetition=None, rope=reading.rope)
+    _, looked = attend(TX, reading, *piece, piece_at, phase="probe", last=False)
+    plain = dataclasses.replace(looked, record=None, rope=reading.rope)
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(reading), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -105,7 +105,7 @@ def test_chunks_of_pieces_and_head_groups_agree(attend):
     def run(tx):
         _, cache = attend(tx, cache_of(tx), *prompt, at, phase="prompt", last=False)
         for number, piece in enumerate(pieces):
-            _, cache = attend(tx, cache, *piece, piece_at, phase="repetition", last=number == 1)
+            _, cache = attend(tx, cache, *piece, piece_at, phase="probe", last=number == 1)
         return cache
 
     whole, groups = run(TX), run(kvjax.HeadGroups((((1,), TX), ((0,), TX))))
@@ -121,7 +121,7 @@ def test_questions_stay_whole_and_documents_stay_as_they_are(attend):
     prompt, piece = tokens_of(rng, PROMPT), tokens_of(rng, PIECE)
     at, piece_at = positions_of((20, 12), PROMPT), positions_of((16, 7), PIECE, (20, 12))
     _, cache = attend(TX, cache_of(), *prompt, at, phase="prompt", last=False)
-    _, cache = attend(TX, cache, *piece, piece_at, phase="repetition", last=True)
+    _, cache = attend(TX, cache, *piece, piece_at, phase="probe", last=True)
     before = [set(x[x >= 0].tolist()) for x in np.asarray(cache.kv.position)[:, 0]]
     question = tokens_of(rng, 8)
     asked = positions_of((8, 3), 8, (20, 12))
@@ -134,8 +134,8 @@ def test_questions_stay_whole_and_documents_stay_as_they_are(attend):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda attend, new, at: attend(TX, cache_of(), *new, at, phase="repetition"),
-         "a repetition follows a prompt that is not complete"),
+        (lambda attend, new, at: attend(TX, cache_of(), *new, at, phase="probe"),
+         "tokens look at a prompt that is not complete"),
     ],
 )  # fmt: skip
 def test_what_is_refused(attend, call, message):

@@ -1,0 +1,54 @@
+"""Arrays that are noted while a prompt is read, with their axes declared by where they stand."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Record:
+    """What a `Probe` notes of a document. It is gone when the prompt has been compressed.
+
+    Head groups, meshes and padding treat arrays by their axes, and know nothing else of them.
+
+    Args:
+      slots: arrays by slot, `[B, H, S, ...]`; slots that are added get zeros.
+      queries: arrays by query head, `[B, Q, ...]`.
+      rows: arrays by row, `[B, ...]`.
+    """
+
+    slots: dict[str, Array] = field(default_factory=dict)
+    queries: dict[str, Array] = field(default_factory=dict)
+    rows: dict[str, Array] = field(default_factory=dict)
+
+    def of_heads(self, kv_heads: Int[Array, " N"], query_heads: Int[Array, " M"]) -> Record:
+        """Returns the record of some KV heads and their query heads."""
+        return dataclasses.replace(
+            self,
+            slots=jax.tree.map(lambda x: x[:, kv_heads], self.slots),
+            queries=jax.tree.map(lambda x: x[:, query_heads], self.queries),
+        )
+
+    def with_slots(self, slots: int) -> Record:
+        """Returns the record with more slots behind those that there are."""
+
+        def widened(x: Array) -> Array:
+            return jnp.pad(x, ((0, 0), (0, 0), (0, slots - x.shape[2]), *((0, 0),) * (x.ndim - 3)))
+
+        return dataclasses.replace(self, slots=jax.tree.map(widened, self.slots))
+
+    def specs(self, rows: Any, heads: Any) -> Record:
+        """Returns the partition specs of the arrays, whose rows and heads these axes divide."""
+        by_head, by_row = PartitionSpec(rows, heads), PartitionSpec(rows)
+        return Record(
+            dict.fromkeys(self.slots, by_head), dict.fromkeys(self.queries, by_head),
+            dict.fromkeys(self.rows, by_row),
+        )  # fmt: skip

@@ -1,0 +1,236 @@
+"""Base class of methods that compress documents, and keep all other prompts beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt8
+
+from kvjax.budgets.budgets import Budget, check_budget, most_slots, rows_budget
+from kvjax.budgets.heads import HeadShares
+from kvjax.budgets.layers import Table
+from kvjax.cache.record import Record
+from kvjax.cache.selection import evictable, keep_best, newest
+from kvjax.cache.slots import KVCache
+from kvjax.checks import check_count
+from kvjax.compose.walks import MethodHeads, map_methods
+from kvjax.decisions import Keep, Retain
+from kvjax.protocol import Extent, KVTransform, Look, Needs, Probe, Step, check_transform
+from kvjax.transforms.held_budget import PromptBudget
+
+# Column of how important a token is for its document (`_importance`): 255 for sinks and windows, 0
+# for tokens of no document. It takes a byte for each slot, as a mark alone would.
+DOCUMENT = "document"
+STAYS = 255
+STEPS = 16  # of importance, for each factor of two between scores
+
+
+@dataclass(frozen=True)
+class Received(Probe):
+    """Notes the largest attention probability that each slot receives from what looks.
+
+    The record has `"received"`, over all queries and the query heads of the slot's KV head, `[B, H,
+    S]` float32. A subclass has `pieces`.
+    """
+
+    def empty(self, cache: KVCache) -> Record:
+        """Makes the record of a document that nothing has looked at."""
+        return Record(slots={"received": jnp.zeros(cache.shape, jnp.float32)})
+
+    def look(self, record: Record, look: Look) -> Record:
+        """Notes the probabilities of a piece."""
+        received = jnp.maximum(look.received.max(2), record.slots["received"])
+        return dataclasses.replace(record, slots={"received": received})
+
+
+class Documents(NamedTuple):
+    """State of a `DocumentBudget`; a method that has more has a NamedTuple with these fields too.
+
+    Args:
+      table: budgets of the layer, as in `PromptBudget`.
+      tokens: tokens of all documents of a row so far, evicted ones included.
+    """
+
+    table: Table
+    tokens: Int[Array, " B"]
+
+
+@dataclass(frozen=True)
+class DocumentBudget(PromptBudget):
+    """Base class of methods that compress documents, and keep all other prompts beside them.
+
+    A subclass scores a document's tokens in `scores`, and has a probe. Of a document of T tokens, a
+    head keeps the best
+
+        n = min(T, max(B(D) − K, b(T)))
+
+    tokens, where D is the number of tokens of all documents so far, this one included, and K the
+    number that the head holds of earlier documents. With a share f, `B(D) = min(D, max(⌊f·D⌋, sinks
+    + window + 1))` and `b(T) = max(⌊f·T⌋, window + 1)`; with a number, `B(D) = budget` and `b(T) =
+    window + 1`. What was kept before stays, unless K + n is more than `B(max_prompt)`, the slots
+    that there are for documents: then the tokens of earlier documents with the lowest scores go,
+    each score taken relative to the highest one of its document, in steps of 1/16 of a factor of
+    two. Sinks and windows are the last to go.
+
+    Other prompts, such as questions, stay whole beside the documents, and so do answers. They have
+    `room` slots between turns; if there are more of them, the oldest go. `kvjax.generate` refuses a
+    turn that is not a document and has more than `room` tokens.
+
+    Args:
+      budget: slots kept of documents per KV head, sinks and window included. A float is a share of
+        the tokens of all documents so far. An int is for all documents of a context together:
+        those that come later get what earlier ones have left, and `window + 1` at least.
+      sinks: tokens at positions 0 … sinks − 1 that always stay; 4.
+      window: newest tokens of each document that always stay; 0.
+      room: slots for questions and answers of earlier turns; 256.
+
+    Raises:
+      TypeError, ValueError: `budget` is not a number, below `sinks + window + 1` or a share outside
+        (0, 1]; a count is negative.
+    """
+
+    budget: Budget
+    sinks: int = 4
+    window: int = 0
+    room: int = 256
+
+    unscored: ClassVar[tuple[str, ...]] = ("room",)
+    minimum = property(lambda self: self.sinks + self.window + 1)  # the smallest workable budget
+
+    def __post_init__(self):
+        for name in ("sinks", "window", "room"):
+            check_count(name, getattr(self, name), 0)
+        check_budget(self.budget, self.minimum, "sinks + window + 1")
+
+    @property
+    def needs(self) -> Needs:
+        """A probe, which tells documents from other prompts."""
+        return Needs(probe=Probe())
+
+    def scores(
+        self, cache: KVCache, state: Any, step: Step, document: Bool[Array, "B H S"]
+    ) -> Float[Array, "B H S"]:
+        """Scores the tokens of a document, of which the highest stay; above 0.
+
+        Args:
+          document: the slots of its tokens.
+        """
+        raise NotImplementedError
+
+    def extent(self, extent: Extent) -> Extent:
+        """Bounds documents to the budget; questions have `room`, and new tokens come on top."""
+        documents = most_slots(self.budget, extent.longest_prompt, self.minimum)
+        return extent.keep(documents, later=self.room)
+
+    @property
+    def longest_turn(self) -> int:
+        """Tokens of a turn that is not a document find `room` slots."""
+        return self.room
+
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Any]:
+        """Adds the column that marks tokens of documents, and makes the table of budgets."""
+        unmarked = jnp.zeros(cache.shape, jnp.uint8)
+        cache = cache.with_column(DOCUMENT, unmarked, fill=0, merge="keep")
+        cache, table = super().init(cache, layer)
+        return cache, Documents(table, jnp.zeros_like(cache.length))
+
+    def on_prompt(self, cache: KVCache, state: Any, step: Step) -> tuple[Keep | Retain, Any]:
+        """Keeps the best tokens of a document, or all of another prompt."""
+        live, mark = evictable(cache), cache.column(DOCUMENT)
+        before = live & (mark > 0)
+        if step.record is None:
+            return Retain(before | self._newest_others(cache, live & (mark == 0))), state
+        new = live & (cache.position >= step.length_before[:, None, None])
+        tokens = cache.length - step.length_before  # T
+        total = state.tokens + tokens  # D
+        slots = self._slots(total, cache, state.table) - before.sum(-1)
+        slots = jnp.maximum(slots, self._least(tokens, cache, state.table))
+        slots = jnp.minimum(slots, new.sum(-1))
+        most = self._slots(jnp.full_like(tokens, cache.max_prompt), cache, state.table)
+        importance = mark.astype(jnp.float32)
+        before = keep_best(importance, before, cache.position, jnp.maximum(most - slots, 0))
+        others = self._newest_others(cache, live & ~new & (mark == 0))
+        stays = (cache.position < self.sinks) | newest(cache, self.window)
+        score = self.scores(cache, state, step, new)
+        keep = Keep(
+            slots + (before | others).sum(-1), jnp.where(new, score, -jnp.inf),
+            always=before | others | (new & stays), newest=jnp.minimum(tokens, self.window),
+            columns={DOCUMENT: jnp.where(new, _importance(score, new, stays), mark)},
+        )  # fmt: skip
+        state = state._replace(tokens=step.of_rows(total, state.tokens))
+        return keep, state
+
+    def _slots(
+        self, tokens: Int[Array, " B"], cache: KVCache, table: Table
+    ) -> Int[Array, "B H"] | Int[Array, "B 1"]:
+        """Returns B of the docstring: the slots of documents with so many tokens together."""
+        slots = rows_budget(self.budget, tokens, cache.max_prompt, self.minimum, table)
+        return slots.reshape(tokens.shape[0], -1)
+
+    def _least(
+        self, tokens: Int[Array, " B"], cache: KVCache, table: Table
+    ) -> Int[Array, "B H"] | Int[Array, "B 1"]:
+        """Returns b of the docstring: the fewest slots of one document of so many tokens."""
+        budget, least = self.budget, self.window + 1
+        if isinstance(budget, int | np.integer):
+            return jnp.full((tokens.shape[0], 1), least)
+        if isinstance(budget, HeadShares):
+            budget = dataclasses.replace(budget, minimum=least)
+        slots = rows_budget(budget, tokens, cache.max_prompt, least, table)
+        return slots.reshape(tokens.shape[0], -1)
+
+    def _newest_others(self, cache: KVCache, others: Bool[Array, "B H S"]) -> Bool[Array, "B H S"]:
+        """Returns the newest `room` of the tokens that are of no document."""
+        room, age = jnp.full(cache.shape[:1], self.room), cache.position.astype(jnp.float32)
+        return keep_best(age, others, cache.position, room)
+
+
+def _importance(
+    score: Float[Array, "B H S"], document: Bool[Array, "B H S"], stays: Bool[Array, "B H S"]
+) -> UInt8[Array, "B H S"]:
+    """Returns what the column `DOCUMENT` holds of a document's tokens.
+
+    It is 254 for the highest score, one less for each step below it, and 1 at least.
+    """
+    score = jnp.maximum(score, 1e-30)
+    highest = jnp.where(document, score, 1e-30).max(-1, keepdims=True)
+    steps = jnp.floor(STEPS * jnp.log2(highest / score))
+    importance = jnp.clip(STAYS - 1 - steps, 1, STAYS - 1)
+    return jnp.where(stays, STAYS, importance).astype(jnp.uint8)
+
+
+def with_room(transform: KVTransform, tokens: int) -> KVTransform:
+    """Returns the composition in which the `room` of every method is at most so many tokens.
+
+    Args:
+      transform: any.
+      tokens: most tokens of all prompts that come after the document.
+
+    Raises:
+      TypeError, ValueError: no transform, or `tokens` below 1.
+
+    Example:
+      >>> import kvjax
+      >>> from kvjax.transforms.document_budget import with_room
+      >>> kvjax.unparse(with_room(kvjax.chain(kvjax.KVzip(0.2), kvjax.Quantize()), tokens=64))
+      'chain(kvzip(budget=0.2, room=64), quantize)'
+    """
+    check_transform(transform, "with_room")
+    check_count("tokens", tokens, 1)
+    return map_methods(_WithRoom(tokens), transform, by_head=False)
+
+
+@dataclass(frozen=True)
+class _WithRoom:
+    """Gives a method no more room than this; a function for `map_methods`."""
+
+    tokens: int
+
+    def __call__(self, method: KVTransform, heads: MethodHeads) -> KVTransform:
+        if not isinstance(method, DocumentBudget):
+            return method
+        return dataclasses.replace(method, room=min(method.room, self.tokens))
