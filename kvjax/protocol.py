@@ -30,8 +30,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.payload import of_rows, sum_into, take_slots
+from kvjax.cache.rope import Rope
 from kvjax.cache.slots import KVCache, NotAskedFor
-from kvjax.rope import Rope
 
 if TYPE_CHECKING:
     from kvjax.decisions import Decision

@@ -11,9 +11,9 @@ from typing import Any
 
 from kvjax.compose.by_head import ByHead
 from kvjax.compose.chain import chain, parts_of
+from kvjax.compose.origins import source_of
 from kvjax.compose.wrappers import Every, Everywhere, WhenFull
 from kvjax.messages import brief, did_you_mean
-from kvjax.origins import source_of
 from kvjax.protocol import Full, KVTransform, Stage, check_transform
 from kvjax.storage.codebook.transform import Codebook
 from kvjax.storage.offload.transform import Offload

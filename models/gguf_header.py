@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.extras import extra_module
 from kvjax.files import check_regular
-from kvjax.messages import brief, one_line
+from kvjax.messages import brief, extra_module, one_line
 
 from .safetensors_files import StoredTensor
 

@@ -15,9 +15,9 @@ from jaxtyping import Array, Int
 
 from kvjax.attention.layer import Part, Reading, check_caches, layer_caches, map_parts
 from kvjax.attention.parts import has_rows, placed
+from kvjax.cache.rope import Rope
 from kvjax.compiled_code import compiled
 from kvjax.messages import brief
-from kvjax.rope import Rope
 from kvjax.storage.offload.payload import to_host
 
 Caches = TypeVar("Caches")  # a LayerCache, or a pytree of them

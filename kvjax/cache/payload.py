@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.nbytes import nbytes
-from kvjax.rope import Rope
+from kvjax.cache.rope import Rope
 from pallas_kernels import Turn, decode_attention, gather_attention, segment_sum
 from pallas_kernels.attention.call import beside_sinks
 from pallas_kernels.base.rows import take_slots

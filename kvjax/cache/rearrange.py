@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.payload import Dense, Payload, Slots, sum_into, take_slots, write_slots
 from kvjax.cache.remainders import exact_values, replace_values, write_values
+from kvjax.cache.rope import Rope
 from kvjax.cache.slots import (
     STORED_SLOT,
     Column,
@@ -16,7 +17,6 @@ from kvjax.cache.slots import (
     slot_numbers,
     sorted_slots,
 )
-from kvjax.rope import Rope
 from pallas_kernels import segment_merge
 
 

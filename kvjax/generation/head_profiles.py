@@ -25,6 +25,7 @@ from kvjax.compiled_code import compiled
 from kvjax.compose.bind import bind
 from kvjax.compose.by_head import ByHead, HeadProfile
 from kvjax.compose.foreseen import foreseen
+from kvjax.compose.origins import origin
 from kvjax.compose.walks import MethodHeads, chosen, map_methods, walk
 from kvjax.compose.wrappers import PerLayer
 from kvjax.decisions import made_by
@@ -38,7 +39,6 @@ from kvjax.generation.prompt_checks import check_prompts
 from kvjax.generation.repetition import Repetition
 from kvjax.generation.turns import begin
 from kvjax.messages import brief
-from kvjax.origins import origin
 from kvjax.protocol import KVTransform
 from kvjax.registry import as_transform, parse, unparse
 
@@ -302,8 +302,8 @@ def kept_profile(
 
     It is kept in the folder `profiles` of the user's cache (see `kvjax.files.user_cache`), under
     the checksum of the weights, the method with all its parameters and its origin
-    (`kvjax.origins`), the sample and the repetition. Without such a folder, and for a method whose
-    source cannot be read, it is made each time.
+    (`kvjax.compose.origins`), the sample and the repetition. Without such a folder, and for a
+    method whose source cannot be read, it is made each time.
     """
     root, path, method_origin = user_cache(), None, origin(method)
     if root is not None and method_origin["source"] is not None:

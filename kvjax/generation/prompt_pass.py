@@ -19,9 +19,8 @@ from kvjax.attention.layer import Cache, layer_caches
 from kvjax.attention.parts import mesh_of_cache, placed
 from kvjax.attention.prompt import begin, with_repetition
 from kvjax.attention.rows import put_rows, take_rows
-from kvjax.compiled_code import compiled
+from kvjax.compiled_code import compiled, give_back_freed
 from kvjax.devices import by_rows, mesh_of
-from kvjax.freed_memory import give_back_freed
 from kvjax.generation.compiler import Compiler, Programs, Tracer
 from kvjax.generation.groups import Group, joined
 from kvjax.generation.model import FunctionalModel

@@ -46,9 +46,9 @@ class Journal:
         sets, chat templates or lists of words change, the hashes differ, and the folder is refused.
       transforms: transform with all its parameters, as text, for each method and budget, which is
         kept with their cells. If a method's defaults change, its cells are measured again.
-      origins: what else the results of each method and budget depend on (`kvjax.origins`), which is
-        kept and compared likewise. Cells without it, which earlier versions wrote, are measured
-        again.
+      origins: what else the results of each method and budget depend on (`kvjax.compose.origins`),
+        which is kept and compared likewise. Cells without it, which earlier versions wrote, are
+        measured again.
 
     Attributes:
       finished: the cells that did not fail and need not be measured again.

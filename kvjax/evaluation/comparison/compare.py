@@ -15,6 +15,7 @@ import numpy as np
 
 from kvjax.attention.layer import layer_caches
 from kvjax.compose.bind import bind
+from kvjax.compose.origins import origin
 from kvjax.devices import automatic
 from kvjax.evaluation.cells import files
 from kvjax.evaluation.cells.grid import (
@@ -29,7 +30,6 @@ from kvjax.evaluation.cells.results import Results
 from kvjax.evaluation.fidelity.fidelity import Fidelity, measure_fidelities
 from kvjax.evaluation.fidelity.perplexity import context_nll
 from kvjax.evaluation.memory import drop_compiled_code
-from kvjax.extras import extra_module
 from kvjax.generation.calibration import calibrated
 from kvjax.generation.chat import chat_end_tokens
 from kvjax.generation.context import Context
@@ -41,7 +41,7 @@ from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.prompt_checks import bucket
 from kvjax.generation.read_once import ReadOnce
 from kvjax.generation.repetition import Repetition
-from kvjax.origins import origin
+from kvjax.messages import extra_module
 from kvjax.protocol import KVTransform
 
 from .material import Material
@@ -110,8 +110,8 @@ def compare(
         call with more methods, budgets, tasks, lengths or cases measures only the missing cells.
         Cells of a method that has changed since are measured again, and a warning says so: another
         version of kvjax measured them, its parameters are others, or the content of a file that it
-        names, or the source of a method of one's own (`kvjax.origins`). So are cells that earlier
-        versions kept without all of that.
+        names, or the source of a method of one's own (`kvjax.compose.origins`). So are cells that
+        earlier versions kept without all of that.
       on_progress: called before every unit and at the end with the work done, the total work (both
         in tokens to read, roughly), and a name for the next unit.
       grid: methods, budgets, tasks, lengths, questions, depths, cases, seed, chat, max_new; see

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.attention.layer import Cache, Reading
 from kvjax.attention.prompt import compress
+from kvjax.cache.rope import Rope
 from kvjax.compiled_code import compiled
 from kvjax.compose.bind import bind
 from kvjax.compose.wrappers import Everywhere, by_head_groups
@@ -25,7 +26,6 @@ from kvjax.generation.repetition import Repetition
 from kvjax.generation.steps import decode_step
 from kvjax.generation.turns import further
 from kvjax.protocol import AttentionOptions, KVTransform, Needs
-from kvjax.rope import Rope
 
 from .recording import Record, attend_to_all, record, recorded, unrecord
 

@@ -38,7 +38,7 @@ def origin(transform: KVTransform) -> dict[str, Any]:
 
     Example:
       >>> import kvjax
-      >>> from kvjax.origins import origin
+      >>> from kvjax.compose.origins import origin
       >>> sorted(origin(kvjax.parse("every(snapkv(budget=64), steps=8)")))
       ['files', 'kvjax', 'source']
     """
