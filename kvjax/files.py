@@ -13,6 +13,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+VERSION = "0.1.0"
+"""kvjax's version, which the files that it writes name."""
+
 MOST_JSON_BYTES = 2**26
 """Size of the largest JSON file that is read."""
 

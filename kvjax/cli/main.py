@@ -31,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Example:
       >>> from kvjax.cli.main import main
-      >>> main(["--version"])
-      kvjax 0.1.0
+      >>> main(["--version"])  # doctest: +ELLIPSIS
+      kvjax ...
       0
     """
     if sys.stderr is None:  # print would use standard output instead

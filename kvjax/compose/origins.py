@@ -15,8 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import kvjax
 from kvjax.compose.walks import walk
+from kvjax.files import VERSION
 from kvjax.protocol import KVTransform
 
 # Packages whose version says what their source is: that of kvjax is a part of an origin.
@@ -45,7 +45,7 @@ def origin(transform: KVTransform) -> dict[str, Any]:
     parts = list(walk(transform))
     values = (getattr(part, field.name) for part in parts for field in dataclasses.fields(part))
     files = {path: _checksum(Path(path).read_bytes()) for path in _files_in(tuple(values))}
-    return {"kvjax": kvjax.__version__, "source": _source(parts), "files": files}
+    return {"kvjax": VERSION, "source": _source(parts), "files": files}
 
 
 def _files_in(value: Any) -> Iterator[str]:

@@ -17,7 +17,6 @@ from jaxtyping import Array, Float
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-import kvjax
 from kvjax.attention.layer import Reading
 from kvjax.attention.prompt import step_of
 from kvjax.budgets.profile import ladder, profile
@@ -30,7 +29,7 @@ from kvjax.compose.walks import MethodHeads, chosen, map_methods, walk
 from kvjax.compose.wrappers import PerLayer
 from kvjax.decisions import made_by
 from kvjax.devices import automatic
-from kvjax.files import check_regular, user_cache, write_whole
+from kvjax.files import VERSION, check_regular, user_cache, write_whole
 from kvjax.generation.compiler import Compiler
 from kvjax.generation.fingerprints import Fingerprint, checksum, differences
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
@@ -227,7 +226,7 @@ def save_profile(
     """
     path = Path(path)
     description = Fingerprint.of(as_functional(model)).content
-    about = {"format": FORMAT, "kvjax": kvjax.__version__, "method": in_full(profile.method)}
+    about = {"format": FORMAT, "kvjax": VERSION, "method": in_full(profile.method)}
     about["model"] = json.dumps(description)
     # Written here, since errors of safetensors' own writing are no OSError.
     write_whole(path, save({"table": profile.table}, metadata=about))
@@ -271,7 +270,7 @@ def _read(path: Path) -> tuple[HeadProfile, dict[str, Any]]:
     except ValueError as error:
         raise ValueError(
             f"the profile in {path}, which kvjax {version} wrote, is of the scores of {method}, "
-            f"which kvjax {kvjax.__version__} does not read: {error}. kvjax profile makes another"
+            f"which kvjax {VERSION} does not read: {error}. kvjax profile makes another"
         ) from error
 
 

@@ -276,7 +276,7 @@ def test_what_is_kept_is_made_again_when_a_method_has_changed(tmp_path, monkeypa
         change_default(patch, Mine, kernel=3)
         assert [count(Mine(0.5, window=8)), count(Mine(0.5, window=8))] == [2, 2]
     with monkeypatch.context() as patch:
-        patch.setattr(kvjax, "__version__", "99.0")
+        patch.setattr(origins, "VERSION", "99.0")
         assert [count(Mine(0.5, window=8)), count(Mine(0.5, window=8))] == [3, 3]
     with monkeypatch.context() as patch:
         patch.setattr(origins, "source_of", lambda method: "changed" * (method is Mine))
