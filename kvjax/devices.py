@@ -226,7 +226,7 @@ def put(x: np.ndarray | Array, mesh: Mesh | None, *axes: str | None) -> Array:
     return jax.make_array_from_callback(x.shape, sharding, lambda index: np.asarray(x[index]))
 
 
-def put_rows(x: np.ndarray | Array, mesh: Mesh | None) -> Array:
+def put_by_rows(x: np.ndarray | Array, mesh: Mesh | None) -> Array:
     """Puts an array `[B, ...]` of the host on a mesh, its rows divided if that is even."""
     return put(x, mesh, None if mesh is None else rows_axis(mesh, len(x)))
 

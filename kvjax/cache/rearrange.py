@@ -133,10 +133,10 @@ def permute(
     return free_others(moved.replace(k=k, v=v), moved.live)
 
 
-def opened(
+def decoded(
     cache: KVCache, *, empty: bool = False
 ) -> tuple[KVCache, tuple[Payload, Payload] | None]:
-    """Opens a cache for reading a prompt: makes keys and values dense.
+    """Decodes keys and values for reading a prompt: makes them dense.
 
     Args:
       empty: whether no slot is live; keys and values are then zeros and not decoded.
@@ -155,16 +155,16 @@ def opened(
     return cache.replace(k=k, v=v), stored
 
 
-def closed(
+def encoded(
     cache: KVCache,
     stored: tuple[Payload, Payload] | None,
     rows: Bool[Array, " B"],
     rope: Rope | None,
 ) -> KVCache:
-    """Closes a cache at a prompt's end: encodes keys and values as they were stored before.
+    """Encodes keys and values at a prompt's end, in the form that they were stored in before.
 
     Args:
-      stored: stored keys and values, as `opened` returned them.
+      stored: stored keys and values, as `decoded` returned them.
       rows: the rows that had tokens in the prompt.
       rope: rotates keys when they are read; None: nothing does.
     """

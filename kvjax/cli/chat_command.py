@@ -11,8 +11,8 @@ from rich.filesize import decimal
 import kvjax
 from kvjax.cli import options
 from kvjax.cli.answers import Row, is_cut, write
+from kvjax.cli.chat_input import Interrupts, interrupts_counted, lines
 from kvjax.cli.inputs import check_text, standard_input
-from kvjax.cli.lines import Interrupts, interrupts_counted, lines
 from kvjax.cli.opened import OpenedModel, check_counts, check_sampling
 from kvjax.cli.saved import Conversation, Room, Saved, absolute_model, check_out
 from kvjax.cli.sizes import Whole, kept_and_room

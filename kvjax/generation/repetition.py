@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 
 from kvjax.checks import check_count
 from kvjax.compose.wrappers import by_head_groups
-from kvjax.devices import put_rows
+from kvjax.devices import put_by_rows
 from kvjax.generation.groups import Group
 from kvjax.protocol import KVTransform
 
@@ -144,4 +144,4 @@ def pieces_of(
             ids = [*asked, *prompt[start : start + piece]]
             tokens[place, number, : len(ids)] = ids
             positions[place, number, : len(ids)] = length[row] + np.arange(len(ids))
-    return Pieces(put_rows(tokens, mesh), put_rows(positions, mesh))
+    return Pieces(put_by_rows(tokens, mesh), put_by_rows(positions, mesh))

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool
 from kvjax.attention.flush import flush, flush_interval
 from kvjax.attention.layer import Cache
 from kvjax.compiled_code import compiled
-from kvjax.devices import put, put_rows
+from kvjax.devices import put, put_by_rows
 from kvjax.generation.compiler import Compiler, Programs, Tracer
 from kvjax.generation.context import Context
 from kvjax.generation.groups import grouped
@@ -72,7 +72,7 @@ def begin(
     return Context(
         caches=caches,
         logits=logits,
-        seen=put_rows(_tokens_of(prompts, model.vocab_size), size.mesh),
+        seen=put_by_rows(_tokens_of(prompts, model.vocab_size), size.mesh),
         # Two arrays of the same numbers: whoever donates a context donates every array once.
         length=put(length, size.mesh),
         prompt_tokens=put(length, size.mesh),
@@ -148,7 +148,7 @@ def further(
         context,
         caches=caches,
         logits=jnp.where(active[:, None], logits, context.logits),
-        seen=context.seen | put_rows(_tokens_of(prompts, model.vocab_size), mesh),
+        seen=context.seen | put_by_rows(_tokens_of(prompts, model.vocab_size), mesh),
         length=put(length + count, mesh),
         prompt_tokens=context.prompt_tokens + count,
         waiting=put(np.int32(0), mesh) if flushed else context.waiting,

@@ -54,7 +54,7 @@ class Part(NamedTuple):
         return jnp.arange(self.width, dtype=jnp.int32) < self.count
 
 
-def cut(first: int, count: int, grain: int, stride: int = 1) -> list[Part]:
+def split(first: int, count: int, grain: int, stride: int = 1) -> list[Part]:
     """Cuts `count` channels into parts of `grain`; the last part has the rest."""
     return [
         Part(first + stride * at, min(grain, count - at), stride) for at in range(0, count, grain)

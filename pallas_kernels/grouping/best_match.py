@@ -1,7 +1,7 @@
 """Best partners: the most similar row of B for each row of A, without a matrix of similarities.
 
 A program takes some rows of A and goes through the rows of B, tile by tile, with a running maximum.
-A and B are rows of stores that are read in place; `Every` says which.
+A and B are rows of stores that are read in place; `ChunkRows` says which.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ NOTHING = np.float32(-np.inf)
 LAST = np.int32(np.iinfo(np.int32).max)
 
 
-class Every(NamedTuple):
+class ChunkRows(NamedTuple):
     """Rows of a store that take part: each `step`-th from `first` on, in every chunk of `chunk`.
 
     The last chunk may be shorter.
 
     Example:
-      >>> from pallas_kernels.grouping.best_match import Every
-      >>> odd = Every(chunk=5, first=1, step=2)
+      >>> from pallas_kernels.grouping.best_match import ChunkRows
+      >>> odd = ChunkRows(chunk=5, first=1, step=2)
       >>> odd.per_chunk, odd.chunks(12)
       (2, 3)
     """
@@ -66,8 +66,8 @@ class Every(NamedTuple):
 class _Plan(NamedTuple):
     """Static arguments of the kernel."""
 
-    of_a: Every
-    of_b: Every
+    of_a: ChunkRows
+    of_b: ChunkRows
     similarity: Similarity
     dtypes: tuple[jnp.dtype, jnp.dtype]  # dtypes in which rows of A and B are multiplied
     a_tile: int
@@ -78,8 +78,8 @@ def best_match(
     a: Float[Array, "B H M D"],
     b: Float[Array, "B H N D"],
     there: Bool[Array, "B H N"],
-    of_a: Every,
-    of_b: Every,
+    of_a: ChunkRows,
+    of_b: ChunkRows,
     similarity: Similarity,
     *,
     tile: Tile,
@@ -110,10 +110,10 @@ def best_match(
     Example:
       >>> import jax.numpy as jnp
       >>> from pallas_kernels.base.tiles import tile_of
-      >>> from pallas_kernels.grouping.best_match import Every, best_match
+      >>> from pallas_kernels.grouping.best_match import ChunkRows, best_match
       >>> x = jnp.array([[[[1.0, 0.0], [0.0, 1.0], [0.0, 3.0], [2.0, 0.0]]]])
-      >>> similarity, row = best_match(x, x, jnp.ones((1, 1, 4), bool), Every(4, 0, 2),
-      ...                              Every(4, 1, 2), "rounded_cosine",
+      >>> similarity, row = best_match(x, x, jnp.ones((1, 1, 4), bool), ChunkRows(4, 0, 2),
+      ...                              ChunkRows(4, 1, 2), "rounded_cosine",
       ...                              tile=tile_of("best_match"), interpret=True)
       >>> similarity.tolist(), row.tolist()
       ([[[1.0, -inf, 1.0, -inf]]], [[[3, 0, 1, 0]]])

@@ -33,7 +33,7 @@ from kvjax.evaluation.memory import drop_compiled_code
 from kvjax.generation.calibration import calibrated
 from kvjax.generation.chat import chat_end_tokens
 from kvjax.generation.context import Context
-from kvjax.generation.continuation import decoder, new_text
+from kvjax.generation.continuation import TextDecoder, new_text
 from kvjax.generation.fingerprints import Fingerprint, checksum
 from kvjax.generation.generate import generate
 from kvjax.generation.head_profiles import sample_of, with_named_profiles, with_profiles
@@ -243,7 +243,7 @@ class _Measure:
             dataclasses.replace(x, transform=with_named_profiles(x.transform, model))
             for x in material.grid.candidates
         ]
-        self._decode = decoder(material.tokenizer)
+        self._decode = TextDecoder(material.tokenizer)
         self._repetition = Repetition.of(material.tokenizer)
         # Candidates of several units share a transform, which is calibrated once.
         self.calibrated = functools.cache(self._calibrated)
