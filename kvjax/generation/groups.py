@@ -106,7 +106,7 @@ def row_groups(widths: Sequence[int]) -> list[list[int]] | list[None]:
 
 
 @compiled()
-def joined(order: Int[Array, " B"], caches: tuple[Cache, ...]) -> Cache:
+def join_groups(order: Int[Array, " B"], caches: tuple[Cache, ...]) -> Cache:
     """Joins the caches of groups of rows into one.
 
     Args:

@@ -36,7 +36,7 @@ from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.prompt_checks import check_prompts
 from kvjax.generation.repetition import Repetition
-from kvjax.generation.turns import begin
+from kvjax.generation.turns import first_turn
 from kvjax.messages import brief
 from kvjax.protocol import KVTransform
 from kvjax.registry import as_transform, parse, unparse
@@ -113,7 +113,7 @@ def calibrate_heads(
     for text in sample:
         width = len(text)
         size = CacheSize.of(functional, 1, width, 0, None, width)
-        context = begin(
+        context = first_turn(
             functional, [text], [width], transform, layers, size, Compiler(), on_layer,
             last=False, repetition=repetition,
         )  # fmt: skip

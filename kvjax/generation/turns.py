@@ -40,7 +40,7 @@ def flush_all(caches: tuple[Cache, ...], interval: int) -> tuple[Cache, ...]:
     return tuple(_flush_layer(cache, interval) for cache in caches)
 
 
-def begin(
+def first_turn(
     model: FunctionalModel,
     prompts: Sequence[Sequence[int]],
     widths: Sequence[int],
@@ -93,7 +93,7 @@ def _tokens_of(prompts: Rows, vocab_size: int) -> Bool[np.ndarray, "B V"]:
     return seen
 
 
-def further(
+def further_turn(
     model: FunctionalModel,
     context: Context,
     prompts: Rows,

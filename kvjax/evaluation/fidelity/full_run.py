@@ -24,7 +24,7 @@ from kvjax.generation.observe import Observe
 from kvjax.generation.read_once import ReadOnce
 from kvjax.generation.repetition import Repetition
 from kvjax.generation.steps import decode_step
-from kvjax.generation.turns import further
+from kvjax.generation.turns import further_turn
 from kvjax.protocol import AttentionOptions, KVTransform, Needs
 
 from .recording import Record, attend_to_all, record, recorded, unrecord
@@ -111,7 +111,7 @@ class FullRun:
         context = self._once.context(full)
         self.turns: tuple[Turn, ...] | None = None
         if questions is not None:
-            context = further(
+            context = further_turn(
                 model, context, questions, [question_length], Compiler(), None, last=False
             )
             self.turns = tuple(map(_turn, context.caches))
