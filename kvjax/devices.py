@@ -62,7 +62,7 @@ def head_numbers(own: int, heads: int | None) -> Int[Array, " H"]:
 
     Args:
       own: number of heads on this device.
-      heads: number of heads on all devices; None: there are no others.
+      heads: number of heads on all devices; None: these are all heads.
 
     Example:
       >>> from kvjax.devices import head_numbers
@@ -120,7 +120,7 @@ def check_mesh(mesh: object) -> Mesh | AbstractMesh:
     """Checks a mesh and returns it with automatic axes (`AxisType.Auto`).
 
     Raises:
-      TypeError: `mesh` is no mesh.
+      TypeError: `mesh` is not a mesh.
       ValueError: it has axes other than "data" and "tensor", or none.
 
     Example:

@@ -92,10 +92,10 @@ def init_cache(
       A `LayerCache`, or a tuple of them, one per group, for `HeadGroups`.
 
     Raises:
-      TypeError, ValueError: a count that is no positive int, heads that don't divide, a dtype that
-        is not floating, a scale that is an array or traced (`1 / jnp.sqrt(16)`), a transform that
-        must be bound to a layer first, or that was bound to others than `layer`; a mesh with other
-        axes.
+      TypeError, ValueError: a count that is not a positive int, heads that don't divide, a dtype
+        that is not floating, a scale that is an array or traced (`1 / jnp.sqrt(16)`), a transform
+        that must be bound to a layer first, or that was bound to others than `layer`; a mesh with
+        other axes.
 
     Example:
       >>> import kvjax

@@ -47,9 +47,9 @@ def take_rows(caches: Caches, index: Rows) -> Caches:
       what was made for a mesh is divided as its new number of rows allows.
 
     Raises:
-      TypeError: there is something else than caches, or the index is no list of whole numbers.
-      ValueError: a number is no row, there is none, the caches have different batches or are
-        stacked by layer.
+      TypeError: `caches` holds something else, or the index is not a list of whole numbers.
+      ValueError: a row does not exist, the index is empty, the caches have different batches or
+        are stacked by layer.
 
     Example:
       >>> import jax, jax.numpy as jnp, kvjax
@@ -220,7 +220,7 @@ def _batch(caches: Any, where: str) -> int:
 
 
 def _checked(index: Any, batch: int) -> Int[Array, " N"] | Int[np.ndarray, " N"]:
-    """Row numbers as an array; those that are no array of JAX are in the batch."""
+    """Returns row numbers as an array, checked against the batch unless JAX holds them."""
     rows = index if isinstance(index, jax.Array) else np.asarray(index)
     if rows.shape == (0,):
         raise ValueError("index must name at least one row, got none")

@@ -194,7 +194,7 @@ class Payload(Protocol):
         """Returns the output of attention and, if asked for, the probability of each slot.
 
         Attention is to all slots (K = H, N = S). With `index`, it is to the N slots of each of K
-        lists, one per KV head or per query head; -1 is no slot. List k reads head `k // (K / H)`.
+        lists, one per KV head or per query head; -1: no slot. List k reads head `k // (K / H)`.
         `sinks` and `logits` are those of `AttentionOptions`.
         """
 

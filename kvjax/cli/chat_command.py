@@ -29,7 +29,7 @@ _MOST_NEW = 512  # default of --max-new
 DESCRIPTION = """\
 A conversation whose whole history is one compressed cache. It begins anew, or goes
 on from a CONTEXT: a document of kvjax read, or a conversation that was saved.
-A line is a turn, and so are lines that are pasted together. Lines that are no turns:
+A line is a turn, and so are lines that are pasted together. Lines that are not turns:
   /bytes        says what the cache holds and how much room is left
   /save FOLDER  saves the conversation; without FOLDER, where it was saved before
   /reset        begins anew, or goes back to what CONTEXT holds

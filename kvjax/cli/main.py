@@ -15,7 +15,7 @@ from kvjax.messages import printable, quiet
 
 # Errors that a user can cause. The library raises the first two, and files and the hub raise the
 # third. The next three mean that a request needs too much memory, and the last one that a model's
-# logits are no numbers.
+# logits are not numbers.
 _USER_ERRORS = (
     ValueError, TypeError, OSError, OverflowError, MemoryError, RecursionError, FloatingPointError,
 )  # fmt: skip

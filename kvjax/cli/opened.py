@@ -73,7 +73,7 @@ class OpenedModel:
         """Returns a transform for each layer, for checks; layers with a window have rings.
 
         Raises:
-          ValueError: the file of a profile holds none that fits the model's shape and the method.
+          ValueError: a profile's file cannot be read, or does not fit the model and the method.
         """
         config = self.config
         transform = with_profiles_of_files(transform, config.num_layers, config.kv_heads)

@@ -30,7 +30,7 @@ def foreseen(transform: KVTransform, moment: Moment) -> Decision | None:
     """Returns a transform's decision at a moment by abstract evaluation: its arrays are shapes.
 
     It is evaluated over a cache of one row and one KV head, with 8 channels and few slots, so that
-    budgets that cover a short prompt alone are no error.
+    budgets that cover a short prompt alone are not an error.
 
     Example:
       >>> import kvjax

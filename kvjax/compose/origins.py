@@ -107,7 +107,7 @@ def _is_own(name: str, place: str | None, packages: set[str]) -> bool:
 
 
 def _imports(module: ModuleType, source: bytes) -> Iterator[str]:
-    """Yields the names of modules that a module imports anywhere, and some that are none."""
+    """Yields the names of modules that a module imports anywhere, and some names in modules."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

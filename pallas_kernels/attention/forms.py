@@ -91,7 +91,7 @@ class Reader:
 
 
 class Rows(NamedTuple):
-    """Keys or values in a form."""
+    """Keys or values of all slots in one stored form, with the reader that decodes them."""
 
     reader: Reader
     arrays: dict[str, Array]
@@ -101,7 +101,7 @@ class Rows(NamedTuple):
 
 
 class DenseReader(Reader):
-    """Reads rows that are stored as they are."""
+    """Reads dense rows, which are stored as numbers."""
 
     def load(self, at, part, row, wanted):
         """Loads channels of a part."""
@@ -109,7 +109,7 @@ class DenseReader(Reader):
 
 
 def dense_rows(data: Float[Array, "B H N D"]) -> Rows:
-    """Returns rows that are stored as they are, with their reader."""
+    """Returns dense rows with their reader."""
     channels = data.shape[3]
     reader = DenseReader(channels, channels, channels * data.dtype.itemsize, data.dtype)
     return Rows(reader, {"data": data})

@@ -58,7 +58,7 @@ class ChunkRows(NamedTuple):
         return row, (number < self.per_chunk) & (row < size)
 
     def taken(self, size: int) -> Bool[np.ndarray, " S"]:
-        """Returns a mask of the rows of a store of `size` rows that take part."""
+        """Returns which rows of a store take part, of `size` rows."""
         place = np.arange(size) % self.chunk
         return (place >= self.first) & ((place - self.first) % self.step == 0)
 
@@ -98,7 +98,7 @@ def best_match(
       of_b: which rows of `b` are B, in as many chunks.
       similarity: similarity of rows x of A and y of B. `"rounded_cosine"`: `x·y / (|x| |y|)`, 0 for
         a zero row, rounded by `round_cosine`, and -2 where it is not a number. The others order B
-        as k-means does, and rows where they are not a number are no candidates: `"cosine"`,
+        as k-means does, and rows where they are not a number are not candidates: `"cosine"`,
         `x·y / |y|`; `"l2"`, `x·y - |y|² / 2`; `"inner_product"`, `x·y`.
       tile: bytes of the tiles of both stores.
       interpret: whether the kernel is interpreted.

@@ -34,7 +34,7 @@ class Journal:
     """A file of the finished cells of a comparison, one line each, so that it can be continued.
 
     The constructor makes the folder and writes the settings, and the machine that measures. It
-    raises ValueError if the path is no folder, cannot be written to, or holds a comparison of
+    raises ValueError if the path is not a folder, cannot be written to, or holds a comparison of
     something else.
 
     Args:

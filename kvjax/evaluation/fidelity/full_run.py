@@ -67,7 +67,7 @@ class Truth(NamedTuple):
 class FullRun:
     """A recorded run of a model: it reads prompts once and decodes greedily with the full cache.
 
-    The same prompt pass fills the caches of several methods, see `kvjax.evaluation.ReadOnce`.
+    One prompt pass fills the caches of several methods, see `kvjax.evaluation.ReadOnce`.
 
     Args:
       model: the model.

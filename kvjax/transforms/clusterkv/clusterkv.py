@@ -303,7 +303,7 @@ class ClusterKV(Recall):
     def _tokens(
         self, cache: KVCache, key: Array, slots: Int[Array, "B H N"], members: Bool[Array, "B H N"]
     ) -> Points:
-        """Reads the tokens of some slots; slots that are no members may lie beyond the cache."""
+        """Reads the tokens of some slots; slots that are not members may lie beyond the cache."""
         index = jnp.minimum(slots, cache.slots - 1)
         position = take_slots(cache.position, index)
         return Points(cache.k.read(index), position, members, uniform(key, position, cache.heads))
