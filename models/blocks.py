@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 import kvjax
 from kvjax.attention.layer import Cache, layer_caches
 from kvjax.compose.wrappers import by_head_groups
+from kvjax.protocol import Phase
 
 from .config import ACTIVATIONS, DecoderConfig
 from .rope_scaling import make_rope
@@ -147,7 +148,7 @@ class Attention(nnx.Module):
         cache: Cache,
         *,
         layer: kvjax.KVTransform,
-        phase: Literal["prompt", "decode"],
+        phase: Phase,
         last: bool = True,
         predicted_query: Float[Array, "B Q T D"] | None = None,
     ) -> tuple[Float[Array, "B T C"], Cache]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 import kvjax
 from kvjax.attention.layer import Cache, check_layer_cache
 from kvjax.generation.pruning import drops_tokens, pass_on, states_at, whole_prompt
+from kvjax.protocol import Phase
 
 from .blocks import DecoderLayer, Linear, RMSNorm, soft_capped, wants_prediction
 from .config import DecoderConfig
@@ -103,7 +104,7 @@ class Decoder(nnx.Module):
         caches: tuple[Cache, ...],
         *,
         layers: tuple[kvjax.KVTransform, ...],
-        phase: Literal["prompt", "decode"],
+        phase: Phase,
         last: bool = True,
         logits_at: Int[Array, "B N"] | None = None,
     ) -> tuple[Float[Array, "B N V"], tuple[Cache, ...]]:
@@ -114,7 +115,8 @@ class Decoder(nnx.Module):
           positions: token positions `[B, T]`, −1 for padding, which may be anywhere in a row.
           caches: one cache per layer, from `kvjax.init_cache` or an earlier call.
           layers: one transform per layer, from `kvjax.bind`.
-          phase: `"prompt"` for a prompt or a chunk of it, `"decode"` for tokens after it.
+          phase: `"prompt"` for a prompt or a chunk of it, `"repetition"` for tokens that look at it
+            and are not stored, `"decode"` for tokens after it; as for `kvjax.attend`.
           last: whether this is the prompt's last chunk.
           logits_at: token indices `[B, N]` (0 to T − 1) to return logits for; by default all T. The
             output projection is computed there only, so that a prompt costs one row of logits
