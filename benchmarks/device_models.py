@@ -30,7 +30,7 @@ from kvjax.generation.model import FunctionalModel, as_functional
 from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.planning import Plan, plan
 from kvjax.generation.prompt_checks import bucket
-from kvjax.generation.turns import begin
+from kvjax.generation.turns import first_turn
 from kvjax.models import (
     Decoder,
     DecoderConfig,
@@ -114,7 +114,7 @@ def filled(
     one_layer = as_functional(random_decoder(small, dtype="bfloat16"))
     prompt, of_method = random_prompts(small.vocab_size, tokens, 1), {}
     for layer in dict.fromkeys(layers):
-        context = begin(
+        context = first_turn(
             one_layer, prompt, [width], transform, (layer,), size, Compiler(), on_layer=None
         )
         of_method[layer] = (context if rows == 1 else context.repeat(rows)).caches[0]

@@ -274,7 +274,7 @@ def situations(results: Sequence[Results]) -> str:
 
 
 def kvpress(rows: Sequence[dict[str, Any]]) -> str:
-    """Of `vs_kvpress.py`."""
+    """Of `vs_kvpress.py methods`."""
 
     def line(row: dict[str, Any]) -> list[str]:
         kept, first, token = (row.get(key, {}) for key in ("positions", "first_s", "per_token_s"))
@@ -300,7 +300,7 @@ def kvpress(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def kvzip_answers(rows: Sequence[dict[str, Any]]) -> str:
-    """Right answers and bytes of `vs_kvpress_kvzip.py`, shares beside each other."""
+    """Right answers and bytes of `vs_kvpress.py kvzip`, shares beside each other."""
     by_method: dict[tuple[str, str], dict[float | None, list[dict[str, Any]]]] = {}
     for row in rows:
         if row["part"] == "answers":
@@ -323,7 +323,7 @@ def kvzip_answers(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def kvzip_positions(rows: Sequence[dict[str, Any]]) -> str:
-    """Sets of positions of `vs_kvpress_kvzip.py`, shares beside each other."""
+    """Sets of positions of `vs_kvpress.py kvzip`, shares beside each other."""
     found = [row for row in rows if row["part"] == "positions"]
     shares = list(dict.fromkeys(row["share"] for row in found))
     pairs = {
@@ -337,7 +337,7 @@ def kvzip_positions(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def kvzip_times(rows: Sequence[dict[str, Any]]) -> str:
-    """Seconds and bytes of `vs_kvpress_kvzip.py`."""
+    """Seconds and bytes of `vs_kvpress.py kvzip`."""
 
     def pair(row: dict[str, Any], key: str, scale: float, unit: str) -> str:
         both = " / ".join(f"{scale * row[side][key]:,.0f}" for side in ("kvpress", "kvjax"))
@@ -418,7 +418,7 @@ def retrieval(answers: Sequence[dict[str, Any]]) -> str:
 
 
 KVZIP = kvzip_answers, kvzip_positions, kvzip_times
-"""The tables of `vs_kvpress_kvzip.py`."""
+"""The tables of `vs_kvpress.py kvzip`."""
 
 
 def read(name: str) -> dict[str, Any]:

@@ -8,6 +8,10 @@ import os
 
 import lazy_loader
 
+from kvjax.files import VERSION
+
+__version__ = VERSION
+
 # Names are imported when they are first used, from the modules that `__init__.pyi` lists. So the
 # command line can show its help before JAX is imported, which takes most of a second.
 _imported, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
@@ -18,8 +22,6 @@ def __getattr__(name: str):
     importlib.import_module("kvjax.serialization")  # tells jax.export the names of caches
     return value
 
-
-__version__ = "0.1.0"
 
 # `models/` is installed as `kvjax.models`. In a clone it stands beside this package, and Python
 # that is started there imports this file even where kvjax is installed.

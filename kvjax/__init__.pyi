@@ -8,6 +8,7 @@ from .attention.kept_tokens import kept_tokens
 from .attention.layer import LayerCache
 from .attention.rows import put_rows, take_rows
 from .cache.nbytes import nbytes
+from .cache.rope import Rope
 from .compose.bind import bind
 from .compose.by_head import ByHead, HeadProfile
 from .compose.chain import chain
@@ -25,7 +26,6 @@ from .generation.model import FunctionalModel, LanguageModel, LayeredModel, Mode
 from .generation.sampling import Sampling
 from .protocol import Full, KVTransform
 from .registry import parse, register, unparse
-from .rope import Rope
 from .storage.codebook.transform import Codebook
 from .storage.offload.transform import Offload
 from .storage.quantize.transform import Quantize

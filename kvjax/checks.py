@@ -10,7 +10,6 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from kvjax.messages import brief, did_you_mean
-from kvjax.rope import Rope
 
 MOST_COUNT = 2**31 - 1
 """The largest count that fits into the int32 of positions and slots."""
@@ -121,17 +120,3 @@ def check_array(name: str, x: object) -> None:
     """Raises TypeError unless `x` is an array of JAX or NumPy."""
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise TypeError(f"{name} must be an array of JAX or NumPy, got {type(x).__name__}")
-
-
-def check_rope(rope: object, head_dim: int) -> None:
-    """Raises unless `rope` is None or a `Rope` that rotates at most `head_dim` channels."""
-    if rope is None:
-        return
-    if not isinstance(rope, Rope):
-        raise TypeError(f"rope must be a kvjax.Rope, got {type(rope).__name__}")
-    check_array("inv_freq of rope", rope.inv_freq)
-    shape = rope.inv_freq.shape
-    if len(shape) not in (1, 2):
-        raise ValueError(f"inv_freq of rope must be [R] or [B, R], got shape {shape}")
-    if 2 * shape[-1] > head_dim:
-        raise ValueError(f"rope rotates {2 * shape[-1]} channels, got head_dim {head_dim}")

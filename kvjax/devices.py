@@ -62,7 +62,7 @@ def head_numbers(own: int, heads: int | None) -> Int[Array, " H"]:
 
     Args:
       own: number of heads on this device.
-      heads: number of heads on all devices; None: there are no others.
+      heads: number of heads on all devices; None: these are all heads.
 
     Example:
       >>> from kvjax.devices import head_numbers
@@ -120,7 +120,7 @@ def check_mesh(mesh: object) -> Mesh | AbstractMesh:
     """Checks a mesh and returns it with automatic axes (`AxisType.Auto`).
 
     Raises:
-      TypeError: `mesh` is no mesh.
+      TypeError: `mesh` is not a mesh.
       ValueError: it has axes other than "data" and "tensor", or none.
 
     Example:
@@ -226,7 +226,7 @@ def put(x: np.ndarray | Array, mesh: Mesh | None, *axes: str | None) -> Array:
     return jax.make_array_from_callback(x.shape, sharding, lambda index: np.asarray(x[index]))
 
 
-def put_rows(x: np.ndarray | Array, mesh: Mesh | None) -> Array:
+def put_by_rows(x: np.ndarray | Array, mesh: Mesh | None) -> Array:
     """Puts an array `[B, ...]` of the host on a mesh, its rows divided if that is even."""
     return put(x, mesh, None if mesh is None else rows_axis(mesh, len(x)))
 

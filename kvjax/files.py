@@ -13,6 +13,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+VERSION = "0.1.0"
+"""kvjax's version, which the files that it writes name."""
+
 MOST_JSON_BYTES = 2**26
 """Size of the largest JSON file that is read."""
 
@@ -71,8 +74,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """Returns the object in the JSON file `path`.
 
     Raises:
-      ValueError: the file cannot be read, is no regular file, has more than `MOST_JSON_BYTES`, is
-        not JSON or holds no object; names the file.
+      ValueError: the file cannot be read, is not a regular file, has more than `MOST_JSON_BYTES`,
+        is not JSON or does not hold an object; names the file.
     """
     content = read_regular(path, MOST_JSON_BYTES)
     try:

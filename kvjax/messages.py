@@ -1,9 +1,10 @@
-"""Shows names and values of others in messages, and silences other libraries."""
+"""Shows names and values in messages; silences other libraries, and says where one is missing."""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib
 import logging
 import sys
 import warnings
@@ -105,3 +106,35 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(disabled_before)
+
+
+def extra_module(name: str, extra: str, purpose: str) -> Any:
+    """Imports a module of a package that `pip install 'kvjax[extra]'` installs.
+
+    Args:
+      name: name of the module.
+      extra: the extra that installs it.
+      purpose: what the module is needed for; the error message begins with it.
+
+    Raises:
+      ValueError: the package is not installed; says how to install it.
+
+    Example:
+      >>> from kvjax.messages import extra_module
+      >>> extra_module("matplotlib", "eval", "pictures").__name__
+      'matplotlib'
+      >>> extra_module("no_such_package", "eval", "pictures")
+      Traceback (most recent call last):
+        ...
+      ValueError: pictures need the package no-such-package, which is not installed: \
+pip install 'kvjax[eval]'
+    """
+    try:
+        with quiet():  # some packages warn of their own code when they are imported
+            return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0].replace("_", "-")
+        raise ValueError(
+            f"{purpose} need the package {package}, which is not installed: "
+            f"pip install 'kvjax[{extra}]'"
+        ) from error

@@ -33,14 +33,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.payload import of_rows, sum_into, take_slots
 from kvjax.cache.record import Record
+from kvjax.cache.rope import Rope
 from kvjax.cache.slots import KVCache, NotAskedFor
-from kvjax.rope import Rope
 
 if TYPE_CHECKING:
     from kvjax.decisions import Decision
 
 State = Any
-"""What a transform carries beside the slots: a pytree of arrays that never index by slot."""
+"""A pytree of arrays that a transform keeps beside the slots; they never index by slot."""
 
 Phase = Literal["prompt", "probe", "decode"]
 Moment = Literal["prompt", "flush", "step"]
@@ -484,7 +484,7 @@ class View:
         return dataclasses.replace(self, index=index, fixed=fixed, rows=None)
 
     def per_slot(self, x: Array, fill: float) -> Array:
-        """A per-slot array `[B, H, S]` as this view sees it, `fill` where an entry is none."""
+        """A per-slot array `[B, H, S]` at the entries of this view; `fill` at empty ones."""
         if self.index is None:
             return x
         return jnp.where(self.index >= 0, take_slots(x, jnp.maximum(self.index, 0)), fill)

@@ -11,9 +11,9 @@ from typing import Any
 
 from kvjax.compose.by_head import ByHead
 from kvjax.compose.chain import chain, parts_of
+from kvjax.compose.origins import source_of
 from kvjax.compose.wrappers import Every, Everywhere, WhenFull
 from kvjax.messages import brief, did_you_mean
-from kvjax.origins import source_of
 from kvjax.protocol import Full, KVTransform, Stage, check_transform
 from kvjax.storage.codebook.transform import Codebook
 from kvjax.storage.offload.transform import Offload
@@ -85,8 +85,8 @@ def register(name: str, method: type[KVTransform]) -> None:
         its argument. The budget that `parse` is given goes to the field `budget`, if there is one.
 
     Raises:
-      TypeError: the name is no text, or the method is no subclass of `KVTransform`.
-      ValueError: the name is taken, or is no such word.
+      TypeError: the name is not text, or the method is not a subclass of `KVTransform`.
+      ValueError: the name is taken, or is not such a word.
 
     Example:
       >>> from dataclasses import dataclass
@@ -137,8 +137,8 @@ def parse(text: str, budget: int | float | None = None, *, defaults: bool = True
 
     Raises:
       ValueError: a name or parameter is unknown, a budget or another parameter is missing, or the
-        text is no such expression.
-      TypeError: `text` is no text, or the class refuses an argument.
+        text is not such an expression.
+      TypeError: `text` is not a string, or the class refuses an argument.
 
     Example:
       >>> import kvjax
@@ -176,7 +176,7 @@ def as_transform(transform: KVTransform | str, where: str) -> KVTransform:
 
 
 def expression(text: str) -> ast.expr | None:
-    """Returns the syntax tree of an expression; None if the text is no expression.
+    """Returns the syntax tree of an expression; None if the text is not an expression.
 
     Raises:
       ValueError: the text is too long for a composition of methods.
@@ -206,7 +206,7 @@ def unparse(transform: KVTransform, *, budget: bool = True, defaults: bool = Fal
         then mean the same after a default has changed.
 
     Raises:
-      ValueError: a part has no name, or a parameter is no Python literal.
+      ValueError: a part has no name, or a parameter is not a Python literal.
 
     Example:
       >>> import kvjax

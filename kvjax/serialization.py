@@ -27,6 +27,7 @@ from kvjax.budgets.heads import HeadShares
 from kvjax.budgets.layers import LayerBudget
 from kvjax.cache.payload import Dense
 from kvjax.cache.record import Record
+from kvjax.cache.rope import Rope
 from kvjax.cache.slots import Column, KVCache
 from kvjax.compose.by_head import HeadProfile
 from kvjax.compose.chain import Chain
@@ -36,7 +37,6 @@ from kvjax.devices import Placement
 from kvjax.messages import brief
 from kvjax.protocol import AttentionOptions, Wrapped
 from kvjax.registry import METHODS, STORAGE, WRAPPERS
-from kvjax.rope import Rope
 from kvjax.storage.codebook.payload import Book, CodebookPayload
 from kvjax.storage.offload.payload import Offloaded
 from kvjax.storage.offload.transform import Resident

@@ -17,12 +17,12 @@ from kvjax.attention.attend import attend
 from kvjax.attention.flush import flush, flush_interval
 from kvjax.attention.init_cache import init_cache
 from kvjax.attention.layer import Cache, LayerCache, layer_caches
+from kvjax.cache.rope import Rope
 from kvjax.compose.bind import bind
 from kvjax.compose.chain import parts_of
 from kvjax.compose.foreseen import frees_while_decoding
 from kvjax.compose.wrappers import by_head_groups
 from kvjax.protocol import Extent, KVTransform, check_transform
-from kvjax.rope import Rope
 from kvjax.transforms.clusterkv.recalled import RANK_AGAIN
 from pallas_kernels.base.mixing import SUM_AGAIN
 

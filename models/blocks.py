@@ -56,14 +56,14 @@ class RMSNorm(nnx.Module):
 class Linear(nnx.Module):
     """Multiplies `x [..., C]` by a kernel `[*outputs, C]` and adds a bias `[*outputs]`.
 
-    Kernels lie as checkpoints have them, outputs before inputs: a decode step then reads a kernel
+    Kernels have outputs before inputs, as in checkpoints: a decode step then reads a kernel
     from beginning to end. Several axes of outputs let projections that are read together share one
     product.
 
     Args:
       inputs: C.
       outputs: the shape of a result without the axes of `x`.
-      bias: whether there is one.
+      bias: whether the layer adds a bias.
       dtype: dtype of the weights.
       rngs: source of the random initial weights; None: the kernel is zero, which is traced far
         faster.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .config import DecoderConfig
-from .families import FAMILIES, Family, check_layers, parse_config, read_raw_config
+from .families import FAMILIES, Family, check_depth, parse_config, read_raw_config
 from .finding import is_gguf
 from .gguf_architectures import architecture_of, config_of, family_of, weight_tensors
 from .gguf_header import GgufHeader, read_header
@@ -106,7 +106,7 @@ def _read_folder(
         family = family._replace(names=family.names.among(names))
     config = parse_config(raw, family, folder / "config.json")
     if names is not None:
-        check_layers(family, config, names, folder / "config.json")
+        check_depth(family, config, names, folder / "config.json")
     return family, config
 
 
@@ -131,7 +131,7 @@ def _read_gguf(header: GgufHeader) -> tuple[dict[str, Any], Family, DecoderConfi
     raw = config_of(header)
     family = family_of(header, raw)
     config = parse_config(raw, family, header.path)
-    check_layers(family, config, header.tensors, header.path)
+    check_depth(family, config, header.tensors, header.path)
     return raw, family, config
 
 

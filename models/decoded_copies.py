@@ -104,7 +104,7 @@ class DecodedCopy:
         """Makes the copy of the parameters that the block adds, once all have been added.
 
         The least recently used copies make room for it. No copy is made if the block raises, if the
-        file changes meanwhile, or if the folder cannot be written to, which is no error.
+        file changes meanwhile, or if the folder cannot be written to, which is not an error.
         """
         writer = CopyWriter(self)
         try:

@@ -128,7 +128,7 @@ class Decoder(nnx.Module):
           (PyramidInfer, if the prompt is read in one piece): their logits are 0.
 
         Raises:
-          TypeError: caches or layers are no tuples, or a cache is not from `kvjax.init_cache`.
+          TypeError: caches or layers are not tuples, or a cache is not from `kvjax.init_cache`.
           ValueError: shapes do not fit, or the number of caches or transforms is not that of
             layers.
         """

@@ -184,7 +184,7 @@ def parse_config(raw: Mapping[str, Any], family: Family, source: Path) -> Decode
         raise ValueError(f"{source}: {family.as_in_file(str(error))}") from error
 
 
-def check_layers(family: Family, config: DecoderConfig, names: Iterable[str], source: Path) -> None:
+def check_depth(family: Family, config: DecoderConfig, names: Iterable[str], source: Path) -> None:
     """Raises ValueError unless configuration and checkpoint have the same number of layers.
 
     Each layer costs memory before the first weight is read, and a model without some of its layers

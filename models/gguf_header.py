@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.extras import extra_module
 from kvjax.files import check_regular
-from kvjax.messages import brief, one_line
+from kvjax.messages import brief, extra_module, one_line
 
 from .safetensors_files import StoredTensor
 
@@ -73,8 +72,8 @@ def read_header(path: Path) -> GgufHeader:
     file still has its bytes: a vocabulary takes far longer to read than to compare.
 
     Raises:
-      ValueError: `gguf` is not installed; the file cannot be read or is no GGUF file, is in another
-        byte order, is one of several parts, or has a damaged header. One line names the file.
+      ValueError: `gguf` is not installed; the file cannot be read or is not a GGUF file, is in
+        another byte order, is one of several parts, or has a damaged header; names the file.
     """
     gguf_library()  # checked first: a missing package is the most frequent error
     check_regular(path)

@@ -41,7 +41,7 @@ _TAG = re.compile(r"</?[^<>\s/]+>")
 
 
 def end_tokens(metadata: Mapping[str, Any]) -> list[Any]:
-    """Returns the tokens that end an answer in llama.cpp, sorted; unsorted if one is no integer.
+    """Returns the tokens that end an answer in llama.cpp, sorted if all are integers.
 
     They are the tokens that the file names as ends and those with the text of an end token. Of each
     kind of fill-in-the-middle tokens, llama.cpp takes the first that it encounters. Here all are
@@ -69,7 +69,7 @@ def _are_texts(tokens: Any) -> bool:
 
 
 def _no_ends(known: Mapping[str, int]) -> list[str]:
-    """Returns end texts that, beside others, are no ends: parts of an answer, and an HTML tag."""
+    """Returns end texts that end no answer where others do: parts of an answer, an HTML tag."""
     called = "<|call|>" in known or "<|calls|>" in known
     harmony = called and ("<|return|>" in known or "<|flush|>" in known)
     no_ends = ["<|end|>"] * harmony + ["</s>"] * ("<|tool_response>" in known)

@@ -185,7 +185,7 @@ class _Entries:
         value = self.header.metadata.get(f"tokenizer.ggml.{name}")
         if value is None and not needed:
             return None
-        if type(value) is not expected:  # a truth value is no integer here
+        if type(value) is not expected:  # a truth value is not an integer here
             shown = "it is missing" if value is None else f"got {brief(value)}"
             raise self.error(f"tokenizer.ggml.{name} must be of type {expected.__name__}, {shown}")
         return value

@@ -86,7 +86,7 @@ def from_pretrained(
         tensor is missing, unknown, misshapen, of a type that no weight has, stored twice, not
         finite, or cannot be placed; both `sharding` and `mesh` are given. The message names it.
       TypeError: `sharding` is neither a Sharding nor callable, or returns neither a Sharding nor
-        None; `mesh` is no mesh.
+        None; `mesh` is not a mesh.
 
     Example:
       >>> from kvjax.models import from_pretrained
@@ -97,7 +97,7 @@ def from_pretrained(
     if sharding is not None and not isinstance(sharding, Sharding) and not callable(sharding):
         raise TypeError(f"sharding must be a Sharding, a function or None, got {sharding!r}")
     if dtype is not None:
-        with contextlib.suppress(TypeError):  # a value that is no dtype is refused below
+        with contextlib.suppress(TypeError):  # a value that is not a dtype is refused below
             dtype = jnp.dtype(dtype).name
         check_choice("dtype", dtype, _DTYPES)
     checkpoint = open_checkpoint(find_model(directory_or_hub_id))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.rope import Rope
+from kvjax.cache.rope import Rope
 
 from .config import DecoderConfig, RopeConfig
 

@@ -32,14 +32,14 @@ from kvjax.attention.parts import (
 )
 from kvjax.attention.prompt import begin, compress, look, read
 from kvjax.attention.step import decode
+from kvjax.cache.rope import Rope, check_rope
 from kvjax.cache.slots import as_positions
-from kvjax.checks import as_scale, check_array, check_choice, check_logits, check_rope
+from kvjax.checks import as_scale, check_array, check_choice, check_logits
 from kvjax.compose.chain import parts_of
 from kvjax.compose.foreseen import frees_while_decoding
 from kvjax.compose.wrappers import HeadGroups, by_head_groups
 from kvjax.devices import explicit_mesh, in_automatic_mode
 from kvjax.protocol import AttentionOptions, Inputs, KVTransform, Phase, check_transform
-from kvjax.rope import Rope
 from pallas_kernels.base.varying import varying
 
 

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.payload import take_slots
+from kvjax.cache.rope import Rope
 from kvjax.cache.slots import KVCache, ranks
 from kvjax.compose.wrappers import Heads
 from kvjax.protocol import AttentionOptions, Inputs, Needs, Phase
-from kvjax.rope import Rope
 
 
 class Tokens(NamedTuple):

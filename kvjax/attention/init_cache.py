@@ -13,8 +13,9 @@ from jax.typing import DTypeLike
 from kvjax.attention.layer import Cache, LayerCache, QueryWindow, kept_rope
 from kvjax.budgets.layers import layers_of
 from kvjax.cache.remainders import with_remainders
+from kvjax.cache.rope import Rope, check_rope
 from kvjax.cache.slots import KVCache, empty_cache
-from kvjax.checks import as_scale, check_count, check_logits, check_rope, floating
+from kvjax.checks import as_scale, check_count, check_logits, floating
 from kvjax.compose.chain import parts_of
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.devices import Placement, check_mesh
@@ -26,7 +27,6 @@ from kvjax.protocol import (
     is_bound,
     takes_part,
 )
-from kvjax.rope import Rope
 
 # Flushes at which a value may be rounded again and again. Each adds several tokens at once, which
 # are not lost as a whole, and errors add up like a random walk: after 64 to some 8 roundings.
@@ -92,10 +92,10 @@ def init_cache(
       A `LayerCache`, or a tuple of them, one per group, for `HeadGroups`.
 
     Raises:
-      TypeError, ValueError: a count that is no positive int, heads that don't divide, a dtype that
-        is not floating, a scale that is an array or traced (`1 / jnp.sqrt(16)`), a transform that
-        must be bound to a layer first, or that was bound to others than `layer`; a mesh with other
-        axes.
+      TypeError, ValueError: a count that is not a positive int, heads that don't divide, a dtype
+        that is not floating, a scale that is an array or traced (`1 / jnp.sqrt(16)`), a transform
+        that must be bound to a layer first, or that was bound to others than `layer`; a mesh with
+        other axes.
 
     Example:
       >>> import kvjax

@@ -13,11 +13,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.payload import Payload
 from kvjax.cache.record import Record
+from kvjax.cache.rope import Rope
 from kvjax.cache.slots import KVCache, check_not_stacked
 from kvjax.compose.chain import parts_of
 from kvjax.devices import Placement
 from kvjax.protocol import AttentionOptions, KVTransform, Phase, Stage, State, takes_part
-from kvjax.rope import Rope
 
 T = TypeVar("T")
 

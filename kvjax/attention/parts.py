@@ -23,9 +23,9 @@ from kvjax.attention.layer import (
     map_parts,
 )
 from kvjax.budgets.layers import layers_of
+from kvjax.cache.rope import Rope
 from kvjax.devices import Placement
 from kvjax.protocol import AttentionOptions, KVTransform
-from kvjax.rope import Rope
 from kvjax.storage.offload.payload import HOST_MEMORY
 
 

@@ -28,7 +28,7 @@ from kvjax.attention.layer import (
     map_parts,
 )
 from kvjax.cache.payload import Dense
-from kvjax.cache.rearrange import closed, compact, opened, widen
+from kvjax.cache.rearrange import compact, decoded, encoded, widen
 from kvjax.cache.record import Record
 from kvjax.cache.slots import Column, append
 from kvjax.compose.chain import parts_of, state_of_parts, states_of_parts
@@ -56,7 +56,7 @@ def begin(caches: Any, *, empty: bool = False, document: bool = False) -> Any:
 
 
 def _begin(cache: LayerCache, empty: bool, document: bool) -> Reading:
-    kv, stored = opened(cache.kv, empty=empty)
+    kv, stored = decoded(cache.kv, empty=empty)
     batch, heads, _ = kv.shape
     queries, size = cache.window, cache.transform.needs.queries(kv.max_prompt)
     if size and queries is None:
@@ -215,7 +215,7 @@ def stored(reading: Reading, implementation: str | None = None) -> LayerCache:
     first = _evicting(parts)
     step = dataclasses.replace(step_of(reading, implementation), keys=None)
     kv, others, _ = decide(parts[first:], kv, states[first:], step)
-    kv = closed(kv, reading.stored, step.rows, rope if kv.unrotated_keys else None)
+    kv = encoded(kv, reading.stored, step.rows, rope if kv.unrotated_keys else None)
     if kv.interval is not None:  # what a flush has to know of this attention
         sinks = reading.options.sinks
         if sinks is None:

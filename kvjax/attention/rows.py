@@ -15,9 +15,9 @@ from jaxtyping import Array, Int
 
 from kvjax.attention.layer import Part, Reading, check_caches, layer_caches, map_parts
 from kvjax.attention.parts import has_rows, placed
+from kvjax.cache.rope import Rope
 from kvjax.compiled_code import compiled
 from kvjax.messages import brief
-from kvjax.rope import Rope
 from kvjax.storage.offload.payload import to_host
 
 Caches = TypeVar("Caches")  # a LayerCache, or a pytree of them
@@ -47,9 +47,9 @@ def take_rows(caches: Caches, index: Rows) -> Caches:
       what was made for a mesh is divided as its new number of rows allows.
 
     Raises:
-      TypeError: there is something else than caches, or the index is no list of whole numbers.
-      ValueError: a number is no row, there is none, the caches have different batches or are
-        stacked by layer.
+      TypeError: `caches` holds something else, or the index is not a list of whole numbers.
+      ValueError: a row does not exist, the index is empty, the caches have different batches or
+        are stacked by layer.
 
     Example:
       >>> import jax, jax.numpy as jnp, kvjax
@@ -220,7 +220,7 @@ def _batch(caches: Any, where: str) -> int:
 
 
 def _checked(index: Any, batch: int) -> Int[Array, " N"] | Int[np.ndarray, " N"]:
-    """Row numbers as an array; those that are no array of JAX are in the batch."""
+    """Returns row numbers as an array, checked against the batch unless JAX holds them."""
     rows = index if isinstance(index, jax.Array) else np.asarray(index)
     if rows.shape == (0,):
         raise ValueError("index must name at least one row, got none")

@@ -80,23 +80,23 @@ def rows_budget(
     length: Int[Array, " B"],
     max_length: int,
     minimum: int,
-    own: Int[Array, " L"] | tuple[()] = (),
+    table: Array | tuple[()] = (),
 ) -> Int[Array, " B"] | Int[Array, "B H"]:
     """Returns each row's budget, from its own length (at most `max_length`).
 
     With `HeadShares`, each row and head has a budget.
 
     Args:
-      own: a layer's own budgets over lengths (`kvjax.budgets.layers.layer_table`), which replace
-        `budget`; empty: there are none.
+      table: a layer's budgets over lengths `[L]` (`kvjax.budgets.layers.layer_table`), which
+        replace `budget`, or the shares of its heads `[H]` for `HeadShares`; empty: there are none.
     """
     if isinstance(budget, int | np.integer):
         return jnp.full(length.shape, budget, jnp.int32)
     if isinstance(budget, HeadShares):
-        return budget.slots(own, length, max_length)
-    if isinstance(own, tuple):
-        own = jnp.asarray(slots_for(budget, np.arange(max_length + 1), minimum))
-    return own[jnp.minimum(length, own.size - 1)].astype(jnp.int32)
+        return budget.slots(table, length, max_length)
+    if isinstance(table, tuple):
+        table = jnp.asarray(slots_for(budget, np.arange(max_length + 1), minimum))
+    return table[jnp.minimum(length, table.size - 1)].astype(jnp.int32)
 
 
 @dataclass(frozen=True)

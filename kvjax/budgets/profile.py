@@ -244,7 +244,7 @@ def layouts(
 ) -> tuple[Layout, ...]:
     """Groups layers that need similar numbers of slots, so that few layouts serve all of them.
 
-    Each layout is compiled once. Its head of rank r has room for the head of rank r of each of its
+    Each layout is compiled once. Its head of rank r has room for the heads of rank r in all its
     layers. Layers are ordered by what they need in all, and cut into at most `kinds` runs, so that
     all layers together take the fewest slots. Fewer layouts take more slots than the heads need.
 

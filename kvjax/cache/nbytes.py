@@ -8,8 +8,8 @@ import jax
 def nbytes(tree) -> int:
     """Returns the bytes of all arrays in a pytree.
 
-    Of a cache they are keys, values, positions, masses, columns and state. The function takes
-    arrays and shapes (`jax.eval_shape`), so that it can tell the size of a cache before it is made.
+    A cache has keys, values, positions, masses, columns and state. The function takes arrays
+    and shapes (`jax.eval_shape`), so that it can tell the size of a cache before it is made.
 
     Example:
       >>> import jax, kvjax

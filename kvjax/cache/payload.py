@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.nbytes import nbytes
-from kvjax.rope import Rope
+from kvjax.cache.rope import Rope
 from pallas_kernels import Turn, decode_attention, gather_attention, segment_sum
 from pallas_kernels.attention.call import beside_sinks
 from pallas_kernels.base.rows import take_slots
@@ -194,7 +194,7 @@ class Payload(Protocol):
         """Returns the output of attention and, if asked for, the probability of each slot.
 
         Attention is to all slots (K = H, N = S). With `index`, it is to the N slots of each of K
-        lists, one per KV head or per query head; -1 is no slot. List k reads head `k // (K / H)`.
+        lists, one per KV head or per query head; -1: no slot. List k reads head `k // (K / H)`.
         `sinks` and `logits` are those of `AttentionOptions`.
         """
 

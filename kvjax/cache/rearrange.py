@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.payload import Dense, Payload, Slots, sum_into, take_slots, write_slots
 from kvjax.cache.remainders import exact_values, replace_values, write_values
+from kvjax.cache.rope import Rope
 from kvjax.cache.slots import (
     STORED_SLOT,
     Column,
@@ -16,7 +17,6 @@ from kvjax.cache.slots import (
     slot_numbers,
     sorted_slots,
 )
-from kvjax.rope import Rope
 from pallas_kernels import segment_merge
 
 
@@ -133,10 +133,10 @@ def permute(
     return free_others(moved.replace(k=k, v=v), moved.live)
 
 
-def opened(
+def decoded(
     cache: KVCache, *, empty: bool = False
 ) -> tuple[KVCache, tuple[Payload, Payload] | None]:
-    """Opens a cache for reading a prompt: makes keys and values dense.
+    """Decodes keys and values for reading a prompt: makes them dense.
 
     Args:
       empty: whether no slot is live; keys and values are then zeros and not decoded.
@@ -155,16 +155,16 @@ def opened(
     return cache.replace(k=k, v=v), stored
 
 
-def closed(
+def encoded(
     cache: KVCache,
     stored: tuple[Payload, Payload] | None,
     rows: Bool[Array, " B"],
     rope: Rope | None,
 ) -> KVCache:
-    """Closes a cache at a prompt's end: encodes keys and values as they were stored before.
+    """Encodes keys and values at a prompt's end, in the form that they were stored in before.
 
     Args:
-      stored: stored keys and values, as `opened` returned them.
+      stored: stored keys and values, as `decoded` returned them.
       rows: the rows that had tokens in the prompt.
       rope: rotates keys when they are read; None: nothing does.
     """

@@ -216,7 +216,7 @@ def as_positions(positions: Array | np.ndarray | Sequence) -> Int[Array, "B T"]:
     """Returns token positions as int32.
 
     Raises:
-      TypeError: the positions are no integers.
+      TypeError: the positions are not integers.
     """
     positions = jnp.asarray(positions)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
@@ -240,7 +240,7 @@ def append(
       positions: their token positions; -1 marks padding, which is not stored.
 
     Raises:
-      TypeError: `cache` is no `KVCache`, or the positions are no integers.
+      TypeError: `cache` is not a `KVCache`, or the positions are not integers.
       ValueError: the cache is stacked by layer.
 
     Returns:
@@ -286,9 +286,9 @@ def append(
 
 
 def _free_slots(cache: KVCache, positions: Int[Array, "B T"]) -> Int[Array, "B H T"]:
-    """Returns the slot of each new token, the j-th free slot for the j-th token that is no padding.
+    """Returns the slot of each new token: the j-th free slot for the j-th token.
 
-    It is S for padding, and where there is no free slot.
+    Padding does not count. The slot is S for padding, and where there is no free slot.
     """
     free, valid, size = ~cache.live, positions >= 0, cache.slots
     if positions.shape[1] == 1:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import kvjax
-from kvjax.generation.continuation import Continuation, Decoder
+from kvjax.generation.continuation import Continuation, TextDecoder
 
 _FIRST_SIGN = 0xD800  # a surrogate, which no decoded text contains
 
@@ -36,7 +36,7 @@ class Row:
         on_text: Callable[[str], None] | None = None,
     ) -> None:
         self._continuation = Continuation(decode, prompt)
-        special = decode.special if isinstance(decode, Decoder) else {}
+        special = decode.special if isinstance(decode, TextDecoder) else {}
         self._signs, self._stops = _signed(stops, special)
         self._on_text = on_text or (lambda text: None)
         # Text with signs for special tokens that may end the row, and the length passed on.

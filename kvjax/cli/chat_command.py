@@ -11,8 +11,8 @@ from rich.filesize import decimal
 import kvjax
 from kvjax.cli import options
 from kvjax.cli.answers import Row, is_cut, write
+from kvjax.cli.chat_input import Interrupts, interrupts_counted, lines
 from kvjax.cli.inputs import check_text, standard_input
-from kvjax.cli.lines import Interrupts, interrupts_counted, lines
 from kvjax.cli.opened import OpenedModel, check_counts, check_sampling
 from kvjax.cli.saved import Conversation, Room, Saved, absolute_model, check_out
 from kvjax.cli.sizes import Whole, kept_and_room
@@ -29,7 +29,7 @@ _MOST_NEW = 512  # default of --max-new
 DESCRIPTION = """\
 A conversation whose whole history is one compressed cache. It begins anew, or goes
 on from a CONTEXT: a document of kvjax read, or a conversation that was saved.
-A line is a turn, and so are lines that are pasted together. Lines that are no turns:
+A line is a turn, and so are lines that are pasted together. Lines that are not turns:
   /bytes        says what the cache holds and how much room is left
   /save FOLDER  saves the conversation; without FOLDER, where it was saved before
   /reset        begins anew, or goes back to what CONTEXT holds

@@ -19,8 +19,8 @@ from kvjax.evaluation.cells import grid
 from kvjax.evaluation.cells.files import as_json
 from kvjax.evaluation.comparison.compare import run as measure
 from kvjax.evaluation.comparison.material import Material
-from kvjax.extras import extra_module
 from kvjax.files import check_folder
+from kvjax.messages import extra_module
 
 _GRID = (
     "methods", "budgets", "lengths", "questions", "depths", "tasks", "cases", "seed", "chat",

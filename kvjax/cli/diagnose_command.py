@@ -26,9 +26,9 @@ from kvjax.evaluation.diagnosis.diagnosis import (
     diagnose,
     grid_of,
 )
-from kvjax.extras import extra_module
 from kvjax.files import check_folder, writing
 from kvjax.generation.prompt_checks import check_prompts
+from kvjax.messages import extra_module
 from kvjax.protocol import Full
 
 QUESTION_TOKENS = 32

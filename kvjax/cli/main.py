@@ -15,7 +15,7 @@ from kvjax.messages import printable, quiet
 
 # Errors that a user can cause. The library raises the first two, and files and the hub raise the
 # third. The next three mean that a request needs too much memory, and the last one that a model's
-# logits are no numbers.
+# logits are not numbers.
 _USER_ERRORS = (
     ValueError, TypeError, OSError, OverflowError, MemoryError, RecursionError, FloatingPointError,
 )  # fmt: skip
@@ -31,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Example:
       >>> from kvjax.cli.main import main
-      >>> main(["--version"])
-      kvjax 0.1.0
+      >>> main(["--version"])  # doctest: +ELLIPSIS
+      kvjax ...
       0
     """
     if sys.stderr is None:  # print would use standard output instead

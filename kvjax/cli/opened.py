@@ -17,7 +17,7 @@ from kvjax.cli.terminal import Display, print_line
 from kvjax.files import user_cache
 from kvjax.generation.calibration import CALIBRATION_TOKENS
 from kvjax.generation.chat import begins_twice
-from kvjax.generation.continuation import decoder
+from kvjax.generation.continuation import TextDecoder
 from kvjax.generation.head_profiles import (
     SAMPLE_TEXTS,
     sample_of,
@@ -50,7 +50,7 @@ class OpenedModel:
         # The configuration comes first: it tells whether the model is supported.
         self.config = read_config(self.path)
         self.tokenizer = load_tokenizer(self.path)
-        self.decode = decoder(self.tokenizer)
+        self.decode = TextDecoder(self.tokenizer)
 
     def dialogue(self, args: argparse.Namespace) -> Dialogue:
         """Makes the dialogue that turns texts into tokens, by the options of `add_template`."""
@@ -73,7 +73,7 @@ class OpenedModel:
         """Returns a transform for each layer, for checks; layers with a window have rings.
 
         Raises:
-          ValueError: the file of a profile holds none that fits the model's shape and the method.
+          ValueError: a profile's file cannot be read, or does not fit the model and the method.
         """
         config = self.config
         transform = with_profiles_of_files(transform, config.num_layers, config.kv_heads)

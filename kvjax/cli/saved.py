@@ -15,7 +15,7 @@ from kvjax.generation.context_files import check_free, context_about
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a further turn of a conversation needs besides its context.
+    """A conversation's record besides its context, which a further turn needs.
 
     Args:
       system: the system message; None: there is none, or it was read with a document.
@@ -44,7 +44,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Saved:
-    """What is told about a context that a command has saved.
+    """A description of a context that a command has saved.
 
     Args:
       model: absolute path or hub id of the model; None is the bundled model.

@@ -12,8 +12,8 @@ from kvjax.cli.compare_table import print_report
 from kvjax.cli.terminal import Display, print_dropped
 from kvjax.evaluation import read_results
 from kvjax.evaluation.cells.files import as_json
-from kvjax.extras import extra_module
 from kvjax.files import check_folder
+from kvjax.messages import extra_module
 
 DESCRIPTION = """\
 Prints the table of a comparison, finished or not, and writes results.csv,

@@ -38,7 +38,7 @@ def bind(
       max_tokens: the most tokens of a row, `max_prompt + max_new`; None: more than any window.
 
     Raises:
-      TypeError: not a transform, a number that is no int, windows that are no tuple.
+      TypeError: not a transform, a number that is not an int, windows that are not a tuple.
       ValueError: fewer than one layer, windows of another number of layers or below 1.
 
     Example:

@@ -37,7 +37,7 @@ class HeadProfile:
       method: text form of the method whose scores it comes from, without its budget.
 
     Raises:
-      ValueError: a table that is no profile.
+      ValueError: the table is not a profile of heads.
     """
 
     table: Float[np.ndarray, "N H K"]
@@ -46,7 +46,7 @@ class HeadProfile:
 
     def __post_init__(self):
         table = np.array(self.table, np.float32)
-        shares(table, 1.0)  # raises where it is no profile
+        shares(table, 1.0)  # raises unless it is a profile
         table.setflags(write=False)
         digest = hashlib.sha256(repr((table.shape, self.method)).encode() + table.tobytes())
         object.__setattr__(self, "table", table)
@@ -81,7 +81,7 @@ class ByHead(LayerChoice):
         that the profile hardly counts would have no token but sinks, and answers suffer.
 
     Raises:
-      TypeError: no transform, no profile, or a safeguard that is no number.
+      TypeError: not a transform, not a profile, or a safeguard that is not a number.
       ValueError: no method, or several, whose budget is a share; a safeguard outside [0, 1].
 
     Example:
@@ -157,7 +157,7 @@ class ByHead(LayerChoice):
         return _by_layer(self)[layer]
 
     def init(self, cache: KVCache, layer: int) -> NoReturn:
-        """Raises ValueError: there is no profile."""
+        """Raises ValueError, because there is no profile."""
         raise ValueError(
             f"{brief(self)} needs a profile of the model: kvjax.calibrated gives it one, or "
             "kvjax.calibrate_heads makes it"

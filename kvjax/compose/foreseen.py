@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.budgets.layers import layers_of
-from kvjax.cache.rearrange import opened
+from kvjax.cache.rearrange import decoded
 from kvjax.cache.slots import empty_cache
 from kvjax.decisions import Decision, Mark, made_by
 from kvjax.protocol import (
@@ -30,7 +30,7 @@ def foreseen(transform: KVTransform, moment: Moment) -> Decision | None:
     """Returns a transform's decision at a moment by abstract evaluation: its arrays are shapes.
 
     It is evaluated over a cache of one row and one KV head, with 8 channels and few slots, so that
-    budgets that cover a short prompt alone are no error.
+    budgets that cover a short prompt alone are not an error.
 
     Example:
       >>> import kvjax
@@ -55,7 +55,7 @@ def foreseen(transform: KVTransform, moment: Moment) -> Decision | None:
             cache = cache.with_column("attention", jnp.zeros((*cache.shape, 1)))
         cache, state = transform.init(cache, (layers_of(transform) or (0,))[0])
         if prompt:
-            cache, _ = opened(cache)
+            cache, _ = decoded(cache)
         now = Step(
             rows=jnp.ones(1, bool),
             keys=None if step else jnp.zeros((*cache.shape, HEAD_DIM)),

@@ -31,7 +31,7 @@ class Ring(KVTransform):
       window: W, as given to `kvjax.attend`; it includes the query's own token.
 
     Raises:
-      TypeError, ValueError: `window` is no int, or below 1.
+      TypeError, ValueError: `window` is not an int, or below 1.
 
     Example:
       >>> import kvjax

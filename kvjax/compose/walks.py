@@ -22,7 +22,7 @@ from kvjax.protocol import Full, KVTransform
 def walk(transform: KVTransform) -> Iterator[KVTransform]:
     """Walks over a composition and everything that it is made of.
 
-    What `PerLayer` chooses is not walked over: it depends on the layer.
+    The choices of `PerLayer` are not walked over, since they depend on the layer.
 
     Example:
       >>> import kvjax

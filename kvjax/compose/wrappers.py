@@ -69,7 +69,7 @@ class PerLayer(LayerChoice):
             )
 
     def chosen(self, layer: int, num_layers: int) -> KVTransform:
-        """Returns what the function gives; raises TypeError if that is no transform."""
+        """Returns the function's result; raises TypeError unless that is a transform."""
         chosen = self.choose(layer, num_layers)
         check_transform(chosen, "PerLayer's function")
         return chosen

@@ -10,7 +10,6 @@ from typing import TypeVar
 import jax
 
 from kvjax import compiled_code
-from kvjax.freed_memory import give_back_freed
 
 T = TypeVar("T")
 
@@ -58,7 +57,7 @@ def with_peak(run: Callable[[], T]) -> tuple[T, int | None]:
     """
     if jax.default_backend() != "cpu" or not _FORGET.exists():
         return run(), None
-    give_back_freed()
+    compiled_code.give_back_freed()
     try:
         forget_peak()
     except OSError:  # some containers forbid it
@@ -78,7 +77,7 @@ def drop_compiled_code() -> None:
     used = _read_table(_STATUS, "VmRSS")
     if None not in (used, total) and used > total // 2:
         compiled_code.clear_compiled_functions()
-        give_back_freed()
+        compiled_code.give_back_freed()
     else:
         compiled_code.leave_memory_maps()
 

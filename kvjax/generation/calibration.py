@@ -25,7 +25,7 @@ from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.observe import Observe
 from kvjax.generation.prompt_checks import check_prompts
-from kvjax.generation.turns import begin
+from kvjax.generation.turns import first_turn
 from kvjax.protocol import Full, KVTransform, Needs
 from kvjax.registry import as_transform
 from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
@@ -263,7 +263,7 @@ def _read(
     width, layers = max(map(len, sample)), (transform,) * model.num_layers
     size = CacheSize.of(model, len(sample), width, 0, dtype, width)
     widths = [width] * len(sample)
-    context = begin(
+    context = first_turn(
         model, sample, widths, transform, layers, size, Compiler(), on_layer=None, last=False
     )
     return context.caches

@@ -121,6 +121,6 @@ def chat_end_tokens(tokenizer: Any) -> tuple[int, ...]:
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:
-    """Returns the tokens that are no text, which decoders leave out, with their names."""
+    """Returns the special tokens, which decoders leave out of a text, with their names."""
     added = tokenizer.added_tokens_decoder.items()
     return {token: str(name) for token, name in added if name.special}

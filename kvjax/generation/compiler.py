@@ -52,8 +52,8 @@ class Compiler:
     def trace(self, call: Callable[[Tracer], None]) -> None:
         """Lets `call` trace functions, and adds up the seconds that this takes.
 
-        What is traced here is not traced again when it is compiled. Whatever a function raises, it
-        raises before any of them has been computed, and while all that they donate is still there.
+        Functions that are traced here are not traced again when they are compiled. If one raises an
+        error, none has been computed yet, and all that they donate is still there.
         """
         start = time.perf_counter()
         call(Tracer())

@@ -16,7 +16,7 @@ from kvjax.attention.parts import placed
 from kvjax.attention.rows import copied, take_rows
 from kvjax.cache.nbytes import nbytes
 from kvjax.compose.bind import bind
-from kvjax.devices import put, put_rows
+from kvjax.devices import put, put_by_rows
 from kvjax.generation.fingerprints import Fingerprint
 from kvjax.generation.new_caches import CacheSize
 from kvjax.protocol import Full, KVTransform
@@ -132,5 +132,5 @@ class Context:
             return self
         counts = ("length", "prompt_tokens", "new_tokens", "waiting")
         arrays = {name: put(getattr(self, name), mesh) for name in counts}
-        arrays |= {name: put_rows(getattr(self, name), mesh) for name in ("logits", "seen")}
+        arrays |= {name: put_by_rows(getattr(self, name), mesh) for name in ("logits", "seen")}
         return dataclasses.replace(self, caches=tuple(map(placed, self.caches)), **arrays)

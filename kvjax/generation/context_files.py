@@ -18,12 +18,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import Array
 
-import kvjax
 from kvjax.compose.bind import bind
 from kvjax.compose.by_head import ByHead, HeadProfile
 from kvjax.compose.walks import map_methods, walk
 from kvjax.devices import automatic, mesh_of
-from kvjax.files import is_hidden
+from kvjax.files import VERSION, is_hidden
 from kvjax.generation.context import Context
 from kvjax.generation.fingerprints import Fingerprint, describe_tokenizer, differences
 from kvjax.generation.head_profiles import from_full, in_full
@@ -112,7 +111,7 @@ def save_context(
     }
     content = {
         "format": FORMAT,
-        "kvjax": kvjax.__version__,
+        "kvjax": VERSION,
         "jax": jax.__version__,
         "method": unparse(uncalibrated, defaults=True),
         "outlier_heads": [
@@ -186,7 +185,7 @@ def load_context(
         raise ValueError(
             f"{folder} was written by kvjax {content['kvjax']} with jax {content['jax']}, whose "
             f"caches of {content['method']} are made otherwise than those of kvjax "
-            f"{kvjax.__version__} with jax {jax.__version__}"
+            f"{VERSION} with jax {jax.__version__}"
         )
     leaves = [
         _placed(x, like, memory)
@@ -308,7 +307,7 @@ def _content(step: Path) -> dict[str, Any]:
     if number != FORMAT:
         raise ValueError(
             f"{step.parent} has format {number}, written by kvjax {version}; kvjax "
-            f"{kvjax.__version__} reads format {FORMAT}"
+            f"{VERSION} reads format {FORMAT}"
         )
     return content
 
@@ -325,7 +324,7 @@ def _method_of(content: dict[str, Any], folder: Path) -> KVTransform:
     except ValueError as error:
         raise ValueError(
             f"the context in {folder}, which kvjax {content['kvjax']} wrote, is compressed by "
-            f"{brief(content['method'])}, which kvjax {kvjax.__version__} does not read: {error}. "
+            f"{brief(content['method'])}, which kvjax {VERSION} does not read: {error}. "
             "Read its text again"
         ) from error
 

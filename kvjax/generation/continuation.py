@@ -65,7 +65,7 @@ class Continuation:
         return piece
 
 
-class Decoder:
+class TextDecoder:
     """Decodes token ids to text, without special tokens and with every space.
 
     Args:
@@ -83,11 +83,6 @@ class Decoder:
         return self._tokenizer.decode(
             tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
-
-
-def decoder(tokenizer: Any) -> Decoder:
-    """Makes the decoder of a tokenizer."""
-    return Decoder(tokenizer)
 
 
 def new_text(

@@ -39,7 +39,7 @@ from kvjax.generation.prompt_checks import (
 )
 from kvjax.generation.sampling import Numbers, Sampling, most_likely
 from kvjax.generation.steps import decode_step
-from kvjax.generation.turns import begin, compile_flush, flush_all, further
+from kvjax.generation.turns import compile_flush, first_turn, flush_all, further_turn
 from kvjax.protocol import Full, KVTransform
 from kvjax.registry import as_transform
 from kvjax.storage.offload.transform import RecallStatistics, recall_statistics
@@ -303,7 +303,7 @@ class Writing:
                 self._model, len(prompts), max(widths), self._room, dtype, max_length
             )
             layers = bind(transform, num_layers, windows, size.max_tokens)
-            context = begin(
+            context = first_turn(
                 self._model, prompts, widths, transform, layers, size, self._compiler, on_layer,
                 document=document, then=functools.partial(self._trace_loop, layers, prompts),
             )  # fmt: skip
@@ -316,7 +316,7 @@ class Writing:
             elif not donate:
                 context = context.copy()
             if prompts is not None:
-                context = further(
+                context = further_turn(
                     self._model, context, prompts, buckets, self._compiler, on_layer,
                     document=document,
                     then=functools.partial(self._trace_loop, context.layers, prompts),

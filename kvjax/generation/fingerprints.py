@@ -256,7 +256,7 @@ def _name(value: Any) -> str:
 
 
 def _checksums(arrays: Sequence[Any]) -> list[str]:
-    """Returns dtype and shape of each array, and a checksum of the bits of some of its numbers."""
+    """Returns each array's dtype, shape, and a checksum of some of its numbers, bit for bit."""
     arrays = [x if hasattr(x, "dtype") else np.asarray(x) for x in arrays]
     samples = jax.device_get([_sample(x) for x in arrays])  # waits for the devices once
     return [

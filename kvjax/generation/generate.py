@@ -21,7 +21,7 @@ from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.prompt_checks import Rows, as_rows, bucket, check_prompts
 from kvjax.generation.sampling import Sampling, sampling_apart
-from kvjax.generation.turns import begin
+from kvjax.generation.turns import first_turn
 from kvjax.protocol import Full, KVTransform
 from kvjax.registry import as_transform
 
@@ -74,7 +74,7 @@ def read(
     )
     layers = bind(transform, functional.num_layers, functional.windows, size.max_tokens)
     compiler = Compiler(on_compile)
-    context = begin(
+    context = first_turn(
         functional, prompts, widths, transform, layers, size, compiler, on_layer,
         document=document,
     )  # fmt: skip

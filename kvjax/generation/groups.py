@@ -14,7 +14,7 @@ from kvjax.attention.layer import Cache, LayerCache, layer_caches, map_parts
 from kvjax.attention.rows import map_rows
 from kvjax.compiled_code import compiled
 from kvjax.compose.walks import walk
-from kvjax.devices import put_rows
+from kvjax.devices import put_by_rows
 from kvjax.generation.steps import pad
 from kvjax.protocol import KVTransform
 from kvjax.storage.offload.transform import Offload
@@ -64,7 +64,7 @@ def grouped(
         tokens, places = pad([prompts[row] for row in numbers], width)
         positions = np.where(places >= 0, places + first[list(numbers), None], -1)
         index = None if rows is None else np.array(rows, np.int32)
-        groups.append(Group(index, put_rows(tokens, mesh), put_rows(positions, mesh)))
+        groups.append(Group(index, put_by_rows(tokens, mesh), put_by_rows(positions, mesh)))
     return groups
 
 
@@ -106,7 +106,7 @@ def row_groups(widths: Sequence[int]) -> list[list[int]] | list[None]:
 
 
 @compiled()
-def joined(order: Int[Array, " B"], caches: tuple[Cache, ...]) -> Cache:
+def join_groups(order: Int[Array, " B"], caches: tuple[Cache, ...]) -> Cache:
     """Joins the caches of groups of rows into one.
 
     Args:

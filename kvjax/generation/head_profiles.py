@@ -17,7 +17,6 @@ from jaxtyping import Array, Float
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-import kvjax
 from kvjax.attention.layer import Reading
 from kvjax.attention.prompt import step_of
 from kvjax.budgets.profile import ladder, profile
@@ -25,20 +24,20 @@ from kvjax.compiled_code import compiled
 from kvjax.compose.bind import bind
 from kvjax.compose.by_head import ByHead, HeadProfile
 from kvjax.compose.foreseen import foreseen
+from kvjax.compose.origins import origin
 from kvjax.compose.walks import MethodHeads, chosen, map_methods, walk
 from kvjax.compose.wrappers import PerLayer
 from kvjax.decisions import made_by
 from kvjax.devices import automatic
-from kvjax.files import check_regular, user_cache, write_whole
+from kvjax.files import VERSION, check_regular, user_cache, write_whole
 from kvjax.generation.compiler import Compiler
 from kvjax.generation.documents import Document, words_of
 from kvjax.generation.fingerprints import Fingerprint, checksum, differences
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.prompt_checks import check_prompts
-from kvjax.generation.turns import begin
+from kvjax.generation.turns import first_turn
 from kvjax.messages import brief
-from kvjax.origins import origin
 from kvjax.protocol import KVTransform
 from kvjax.registry import as_transform, parse, unparse
 
@@ -114,7 +113,7 @@ def calibrate_heads(
     for text in sample:
         width = len(text)
         size = CacheSize.of(functional, 1, width, 0, None, width)
-        context = begin(
+        context = first_turn(
             functional, [text], [width], transform, layers, size, Compiler(), on_layer,
             last=False, document=document,
         )  # fmt: skip
@@ -227,7 +226,7 @@ def save_profile(
     """
     path = Path(path)
     description = Fingerprint.of(as_functional(model)).content
-    about = {"format": FORMAT, "kvjax": kvjax.__version__, "method": in_full(profile.method)}
+    about = {"format": FORMAT, "kvjax": VERSION, "method": in_full(profile.method)}
     about["model"] = json.dumps(description)
     # Written here, since errors of safetensors' own writing are no OSError.
     write_whole(path, save({"table": profile.table}, metadata=about))
@@ -271,7 +270,7 @@ def _read(path: Path) -> tuple[HeadProfile, dict[str, Any]]:
     except ValueError as error:
         raise ValueError(
             f"the profile in {path}, which kvjax {version} wrote, is of the scores of {method}, "
-            f"which kvjax {kvjax.__version__} does not read: {error}. kvjax profile makes another"
+            f"which kvjax {VERSION} does not read: {error}. kvjax profile makes another"
         ) from error
 
 
@@ -310,8 +309,8 @@ def kept_profile(
 
     It is kept in the folder `profiles` of the user's cache (see `kvjax.files.user_cache`), under
     the checksum of the weights, the method with all its parameters and its origin
-    (`kvjax.origins`), the sample and the words of its probe. Without such a folder, and for a
-    method whose source cannot be read, it is made each time.
+    (`kvjax.compose.origins`), the sample and the words of its probe. Without such a folder, and for
+    a method whose source cannot be read, it is made each time.
     """
     root, path, method_origin = user_cache(), None, origin(method)
     if root is not None and method_origin["source"] is not None:

@@ -22,7 +22,7 @@ _COUNTS = ("num_layers", "query_heads", "kv_heads", "head_dim", "vocab_size")  #
 class LanguageModel(Protocol):
     """The signature of a model: an NNX module, or any callable with these attributes.
 
-    A callable that is no NNX module must be hashable and must not change: its arrays become
+    A callable that is not an NNX module must be hashable and must not change: its arrays become
     constants of the compiled code. `FunctionalModel` passes them as arguments.
 
     Each attention layer i calls `kvjax.attend(layers[i], caches[i], ...)` and passes on the `phase`

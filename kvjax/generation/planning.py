@@ -38,7 +38,7 @@ from kvjax.storage.offload.payload import Offloaded
 from kvjax.storage.quantize.transform import GROUP, Quantize
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
 
-_CHANNELS = 0.2  # share of channels of queries and of keys that `calibrate_infinigen` takes
+_CHANNELS = 0.2  # share of channels that `calibrate_infinigen` takes of queries and keys
 
 
 class Bytes(NamedTuple):

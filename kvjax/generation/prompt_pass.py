@@ -19,12 +19,11 @@ from kvjax.attention.layer import Cache, layer_caches
 from kvjax.attention.parts import mesh_of_cache, placed
 from kvjax.attention.prompt import before_look, begin
 from kvjax.attention.rows import put_rows, take_rows
-from kvjax.compiled_code import compiled
+from kvjax.compiled_code import compiled, give_back_freed
 from kvjax.devices import by_rows, mesh_of
-from kvjax.freed_memory import give_back_freed
 from kvjax.generation.compiler import Compiler, Programs, Tracer
 from kvjax.generation.documents import Pieces
-from kvjax.generation.groups import Group, joined
+from kvjax.generation.groups import Group, join_groups
 from kvjax.generation.model import FunctionalModel
 from kvjax.generation.new_caches import CacheSize, new_cache, states_of, states_of_layers
 from kvjax.generation.observe import (
@@ -255,7 +254,7 @@ def _together(groups: Sequence[Group], caches: list[Cache], compiler: Programs) 
     shapes = tuple(x.shape for x in jax.tree.leaves(caches))
     return jax.block_until_ready(
         compiler.run(
-            "one cache of all rows", (jax.tree.structure(caches), order.shape, shapes), joined,
+            "one cache of all rows", (jax.tree.structure(caches), order.shape, shapes), join_groups,
             order, tuple(caches),
         )
     )  # fmt: skip

@@ -22,7 +22,7 @@ from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.new_caches import CacheSize, states_of_layers
 from kvjax.generation.observe import Observe, compress_layer, reads_alone
 from kvjax.generation.prompt_checks import as_rows
-from kvjax.generation.turns import begin
+from kvjax.generation.turns import first_turn
 from kvjax.protocol import KVTransform, Needs
 from kvjax.registry import as_transform
 
@@ -95,7 +95,7 @@ class ReadOnce:
             observe = Observe(functools.reduce(Needs.union, needs))
             size = self._size._replace(max_new=0)  # nothing is written into the observed caches
             layers = (observe,) * self._model.num_layers
-            observed = begin(
+            observed = first_turn(
                 self._model, prompts, widths, observe, layers, size, self._compiler, on_layer,
                 last=False, document=document,
             )  # fmt: skip

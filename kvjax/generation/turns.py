@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Int
 from kvjax.attention.flush import flush, flush_interval
 from kvjax.attention.layer import Cache
 from kvjax.compiled_code import compiled
-from kvjax.devices import put, put_rows
+from kvjax.devices import put, put_by_rows
 from kvjax.generation.compiler import Compiler, Programs, Tracer
 from kvjax.generation.context import Context
 from kvjax.generation.documents import Document, Pieces, pieces_of, probe_of, words_of
@@ -41,7 +41,7 @@ def flush_all(caches: tuple[Cache, ...], interval: int) -> tuple[Cache, ...]:
     return tuple(_flush_layer(cache, interval) for cache in caches)
 
 
-def begin(
+def first_turn(
     model: FunctionalModel,
     prompts: Sequence[Sequence[int]],
     widths: Sequence[int],
@@ -72,7 +72,7 @@ def begin(
     return Context(
         caches=caches,
         logits=logits,
-        seen=put_rows(_tokens_of(prompts, model.vocab_size), size.mesh),
+        seen=put_by_rows(_tokens_of(prompts, model.vocab_size), size.mesh),
         # Two arrays of the same numbers: whoever donates a context donates every array once.
         length=put(length, size.mesh),
         prompt_tokens=put(length, size.mesh),
@@ -111,7 +111,7 @@ def _tokens_of(prompts: Rows, vocab_size: int) -> Bool[np.ndarray, "B V"]:
     return seen
 
 
-def further(
+def further_turn(
     model: FunctionalModel,
     context: Context,
     prompts: Rows,
@@ -163,7 +163,7 @@ def further(
         context,
         caches=caches,
         logits=jnp.where(active[:, None], logits, context.logits),
-        seen=context.seen | put_rows(_tokens_of(prompts, model.vocab_size), mesh),
+        seen=context.seen | put_by_rows(_tokens_of(prompts, model.vocab_size), mesh),
         length=put(length + count, mesh),
         prompt_tokens=context.prompt_tokens + count,
         waiting=put(np.int32(0), mesh) if flushed else context.waiting,

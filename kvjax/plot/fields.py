@@ -33,7 +33,7 @@ def field(
       label: label of the groups.
 
     Raises:
-      TypeError, ValueError: `axes` are no axes, marks have another shape or other values, or the
+      TypeError, ValueError: `axes` are not axes, marks have another shape or other values, or the
         group does not divide the number of lines.
 
     Example:
@@ -75,8 +75,8 @@ def held(axes: Axes, caches: Sequence[Cache], *, row: int = 0) -> AxesImage:
       The image; its array is `[lines, positions]`.
 
     Raises:
-      TypeError, ValueError: `axes` are no axes, caches are none of layers or differ in the number
-        of lists, or the row is out of range.
+      TypeError, ValueError: `axes` are not axes, caches are not those of layers or differ in the
+        number of lists, or the row is out of range.
 
     Example:
       >>> import jax, jax.numpy as jnp, kvjax
@@ -107,8 +107,8 @@ def selected(axes: Axes, steps: Sequence[Seen], *, layer: int) -> AxesImage:
       The image; its array is `[heads · steps, positions]`.
 
     Raises:
-      TypeError, ValueError: `axes` are no axes, there are no steps, the model has no such layer, or
-        nothing is selected in it.
+      TypeError, ValueError: `axes` are not axes, there are no steps, the model has no such layer,
+        or nothing is selected in it.
 
     Example:
       >>> import numpy as np

@@ -39,8 +39,8 @@ def recall(
       lines: for each name, a number in [0, 1] per step, such as the mean of `Seen.recall`.
 
     Raises:
-      TypeError, ValueError: `axes` are no axes, there are no lines, a line is empty, or a number is
-        outside [0, 1].
+      TypeError, ValueError: `axes` are not axes, there are no lines, a line is empty, or a number
+        is outside [0, 1].
 
     Example:
       >>> from matplotlib.figure import Figure
@@ -77,7 +77,7 @@ def layer_bytes(axes: Axes, caches: Mapping[str, Sequence[Cache]]) -> list[Line2
       caches: for each name, the caches of a model's layers, such as `context.caches`.
 
     Raises:
-      TypeError, ValueError: `axes` are no axes, or there are no caches.
+      TypeError, ValueError: `axes` are not axes, or there are no caches.
 
     Example:
       >>> import kvjax
@@ -117,8 +117,8 @@ def head_shares(axes: Axes, profiles: Mapping[str, HeadProfile], budget: float) 
       budget: share of all tokens that is kept.
 
     Raises:
-      TypeError, ValueError: `axes` are no axes, there are no profiles or some of unequal models, or
-        a budget outside (0, 1].
+      TypeError, ValueError: `axes` are not axes, there are no profiles or some of unequal models,
+        or a budget outside (0, 1].
 
     Example:
       >>> import kvjax, numpy as np

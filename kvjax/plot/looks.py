@@ -52,7 +52,7 @@ def span(axes: Axes, first: int, last: int, label: str = "") -> Polygon | Rectan
       label: text above the axes, with an arrow, as a few of many positions are but a thin line.
 
     Raises:
-      TypeError, ValueError: `axes` are no axes, or the positions are negative or not in order.
+      TypeError, ValueError: `axes` are not axes, or the positions are negative or not in order.
 
     Example:
       >>> from matplotlib.figure import Figure

@@ -27,7 +27,7 @@ def masses(axes: Axes, cache: Cache, *, head: int = 0, row: int = 0) -> LineColl
       row: row of the batch.
 
     Raises:
-      TypeError, ValueError: `axes` are no axes, the cache is not one of a layer, or a head or row
+      TypeError, ValueError: `axes` are not axes, the cache is not one of a layer, or a head or row
         is out of range.
 
     Example:
@@ -84,7 +84,7 @@ def clusters(
       The dots of tokens that were not seen, and of those that were.
 
     Raises:
-      TypeError, ValueError: `axes` are no axes, the cache has no clusters, a head or row is out of
+      TypeError, ValueError: `axes` are not axes, the cache has no clusters, a head or row is out of
         range, or `seen` has another length.
 
     Example:

@@ -30,7 +30,7 @@ class H2O(HeldBudget):
       group_reduce: how the scores of a KV head's query heads are combined; mean by default.
 
     Raises:
-      TypeError, ValueError: `budget` is no number, below 2 or a share outside (0, 1]; an unknown
+      TypeError, ValueError: `budget` is not a number, below 2 or a share outside (0, 1]; an unknown
         reduction.
 
     Example:

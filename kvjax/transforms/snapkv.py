@@ -47,8 +47,8 @@ class SnapKV(PromptBudget):
       group_reduce: how the scores of a KV head's query heads are combined; mean by default.
 
     Raises:
-      TypeError, ValueError: `budget` is no number, below `window + 1` or a share outside (0, 1]; an
-        even kernel or one above 4,095; a window above 65,536; an unknown pooling or reduction.
+      TypeError, ValueError: `budget` is not a number, below `window + 1` or a share outside (0, 1];
+        an even kernel or one above 4,095; a window above 65,536; an unknown pooling or reduction.
 
     Example:
       >>> import kvjax

@@ -28,7 +28,7 @@ class StreamingLLM(HeldBudget):
         False by default: original positions.
 
     Raises:
-      TypeError, ValueError: `budget` is no number, below `sinks + 1` or a share outside (0, 1].
+      TypeError, ValueError: `budget` is not a number, below `sinks + 1` or a share outside (0, 1].
 
     Example:
       >>> import kvjax

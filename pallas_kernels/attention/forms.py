@@ -54,7 +54,7 @@ class Part(NamedTuple):
         return jnp.arange(self.width, dtype=jnp.int32) < self.count
 
 
-def cut(first: int, count: int, grain: int, stride: int = 1) -> list[Part]:
+def split(first: int, count: int, grain: int, stride: int = 1) -> list[Part]:
     """Cuts `count` channels into parts of `grain`; the last part has the rest."""
     return [
         Part(first + stride * at, min(grain, count - at), stride) for at in range(0, count, grain)
@@ -91,7 +91,7 @@ class Reader:
 
 
 class Rows(NamedTuple):
-    """Keys or values in a form."""
+    """Keys or values of all slots in one stored form, with the reader that decodes them."""
 
     reader: Reader
     arrays: dict[str, Array]
@@ -101,7 +101,7 @@ class Rows(NamedTuple):
 
 
 class DenseReader(Reader):
-    """Reads rows that are stored as they are."""
+    """Reads dense rows, which are stored as numbers."""
 
     def load(self, at, part, row, wanted):
         """Loads channels of a part."""
@@ -109,7 +109,7 @@ class DenseReader(Reader):
 
 
 def dense_rows(data: Float[Array, "B H N D"]) -> Rows:
-    """Returns rows that are stored as they are, with their reader."""
+    """Returns dense rows with their reader."""
     channels = data.shape[3]
     reader = DenseReader(channels, channels, channels * data.dtype.itemsize, data.dtype)
     return Rows(reader, {"data": data})

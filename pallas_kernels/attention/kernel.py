@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.attention.forms import Part, Reader, Rows, cut
+from pallas_kernels.attention.forms import Part, Reader, Rows, split
 from pallas_kernels.attention.rotation import Turn, cos_sin_of_turns, fixed_point, turns_of
 from pallas_kernels.base import route
 from pallas_kernels.base.kernel_parts import dot, head_part, program_part, zero
@@ -192,7 +192,7 @@ def split_attention(
         _Sizes(row_tile, rows, tokens, places, block, splits),
         Mask(scale, window, soft_cap),
         _keys(k.reader, turn),
-        _Values(None, []) if v is None else _Values(v.reader, cut(0, channels, v.reader.grain)),
+        _Values(None, []) if v is None else _Values(v.reader, split(0, channels, v.reader.grain)),
     )
     results = route.pallas_call(
         functools.partial(_kernel, plan=plan),
@@ -246,7 +246,7 @@ def _keys(reader: Reader, turn: Turn | None) -> _Keys:
         grain = math.gcd(pairs, reader.grain)
         for at in range(0, pairs, grain):
             turned.append(_Pair(Part(at, grain), Part(pairs + at, grain), at))
-    unrotated = cut(2 * pairs, rest, math.gcd(2 * pairs, reader.grain))
+    unrotated = split(2 * pairs, rest, math.gcd(2 * pairs, reader.grain))
     return _Keys(reader, turned, unrotated, 1.0 if turn is None else turn.factor)
 
 

@@ -27,18 +27,16 @@ from pallas_kernels.base.varying import varying
 
 T = TypeVar("T")
 
-# The fastest sizes on CPU of those tried (2 cores, float32, 2,048 tokens). Few heads want large
-# tiles, for the products: 9 heads of 64 channels take 53 ms with 128 queries and 256 slots, 49 with
-# 256 and 256, 46 with 256 and 512. Tiles of many heads must stay in the caches: 32 heads of 128
-# channels take 267 ms with 128 and 256, 289 with 256 and 256, 335 with 256 and 512. With several
-# blocks of queries, a block has at most a quarter of the slots that a query sees, since much of the
-# diagonal's blocks is computed for nothing: 512 tokens take 4.9 ms with 256 slots, 6.2 with 512.
+# The fastest sizes on a CPU of those tried. Few heads want large tiles, for the products. Tiles of
+# many heads must stay in the processor's caches. With several blocks of queries, a block has at
+# most a quarter of the slots that a query sees, since much of the diagonal's blocks is computed for
+# nothing.
 QUERY_BLOCK = 256
 KEY_BLOCK = 256
 MOST_SLOTS = 1024
 MOST_LOGITS = 1_250_000  # of a tile over all rows and heads
-# Logits of a block of queries with all slots, where they are held: 24 MB stay in a cache of 32 MB.
-# Attention with maxima takes 304 ms of processor time (4,160 slots, 2,056 queries), with 40 MB 313.
+# Logits of a block of queries with all slots, where they are held: few enough to stay in the
+# processor's caches.
 MOST_HELD = 6_000_000
 # Elsewhere each block costs a few launches, so a few large blocks should be best. Not measured yet.
 ACCELERATOR_BLOCK = 1024

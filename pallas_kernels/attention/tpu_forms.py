@@ -33,7 +33,7 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True)
 class DenseTiles:
-    """Reads rows that are stored as they are.
+    """Reads dense rows, which are stored as numbers.
 
     Args:
       dtype: dtype of the queries that are multiplied with them.
@@ -190,7 +190,7 @@ def _of_group(ref, number: int) -> Float[Array, "1 N"]:
 
 
 class TPURows(NamedTuple):
-    """Keys or values in a form."""
+    """Keys or values of all slots in one stored form, with the reader that decodes them."""
 
     reader: DenseTiles | EightBitTiles | FourBitTiles | FourBitColumns
     arrays: dict[str, Stored]

@@ -22,9 +22,9 @@ def choose_implementation(
 ) -> str:
     """Returns the implementation that runs: the named one, or else the best that can run here.
 
-    Naming `"pallas"` on a machine without a GPU is no error by itself, since code can be lowered
-    for another machine. Pallas refuses it when it compiles for a CPU. On a TPU, `"pallas"` means
-    the kernel for TPUs.
+    Naming `"pallas"` on a machine without a GPU is not an error by itself, since code can be
+    lowered for another machine. Pallas refuses it when it compiles for a CPU. On a TPU, `"pallas"`
+    means the kernel for TPUs.
 
     A kernel sees the arrays of one device. Where arrays are divided among devices automatically,
     XLA is the best choice, since it divides its own operations. Inside `shard_map`, the kernel is.

@@ -1,7 +1,7 @@
 """Best partners: the most similar row of B for each row of A, without a matrix of similarities.
 
 A program takes some rows of A and goes through the rows of B, tile by tile, with a running maximum.
-A and B are rows of stores that are read in place; `Every` says which.
+A and B are rows of stores that are read in place; `ChunkRows` says which.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ NOTHING = np.float32(-np.inf)
 LAST = np.int32(np.iinfo(np.int32).max)
 
 
-class Every(NamedTuple):
+class ChunkRows(NamedTuple):
     """Rows of a store that take part: each `step`-th from `first` on, in every chunk of `chunk`.
 
     The last chunk may be shorter.
 
     Example:
-      >>> from pallas_kernels.grouping.best_match import Every
-      >>> odd = Every(chunk=5, first=1, step=2)
+      >>> from pallas_kernels.grouping.best_match import ChunkRows
+      >>> odd = ChunkRows(chunk=5, first=1, step=2)
       >>> odd.per_chunk, odd.chunks(12)
       (2, 3)
     """
@@ -58,7 +58,7 @@ class Every(NamedTuple):
         return row, (number < self.per_chunk) & (row < size)
 
     def taken(self, size: int) -> Bool[np.ndarray, " S"]:
-        """Returns a mask of the rows of a store of `size` rows that take part."""
+        """Returns which rows of a store take part, of `size` rows."""
         place = np.arange(size) % self.chunk
         return (place >= self.first) & ((place - self.first) % self.step == 0)
 
@@ -66,8 +66,8 @@ class Every(NamedTuple):
 class _Plan(NamedTuple):
     """Static arguments of the kernel."""
 
-    of_a: Every
-    of_b: Every
+    of_a: ChunkRows
+    of_b: ChunkRows
     similarity: Similarity
     dtypes: tuple[jnp.dtype, jnp.dtype]  # dtypes in which rows of A and B are multiplied
     a_tile: int
@@ -78,8 +78,8 @@ def best_match(
     a: Float[Array, "B H M D"],
     b: Float[Array, "B H N D"],
     there: Bool[Array, "B H N"],
-    of_a: Every,
-    of_b: Every,
+    of_a: ChunkRows,
+    of_b: ChunkRows,
     similarity: Similarity,
     *,
     tile: Tile,
@@ -98,7 +98,7 @@ def best_match(
       of_b: which rows of `b` are B, in as many chunks.
       similarity: similarity of rows x of A and y of B. `"rounded_cosine"`: `x·y / (|x| |y|)`, 0 for
         a zero row, rounded by `round_cosine`, and -2 where it is not a number. The others order B
-        as k-means does, and rows where they are not a number are no candidates: `"cosine"`,
+        as k-means does, and rows where they are not a number are not candidates: `"cosine"`,
         `x·y / |y|`; `"l2"`, `x·y - |y|² / 2`; `"inner_product"`, `x·y`.
       tile: bytes of the tiles of both stores.
       interpret: whether the kernel is interpreted.
@@ -110,10 +110,10 @@ def best_match(
     Example:
       >>> import jax.numpy as jnp
       >>> from pallas_kernels.base.tiles import tile_of
-      >>> from pallas_kernels.grouping.best_match import Every, best_match
+      >>> from pallas_kernels.grouping.best_match import ChunkRows, best_match
       >>> x = jnp.array([[[[1.0, 0.0], [0.0, 1.0], [0.0, 3.0], [2.0, 0.0]]]])
-      >>> similarity, row = best_match(x, x, jnp.ones((1, 1, 4), bool), Every(4, 0, 2),
-      ...                              Every(4, 1, 2), "rounded_cosine",
+      >>> similarity, row = best_match(x, x, jnp.ones((1, 1, 4), bool), ChunkRows(4, 0, 2),
+      ...                              ChunkRows(4, 1, 2), "rounded_cosine",
       ...                              tile=tile_of("best_match"), interpret=True)
       >>> similarity.tolist(), row.tolist()
       ([[[1.0, -inf, 1.0, -inf]]], [[[3, 0, 1, 0]]])

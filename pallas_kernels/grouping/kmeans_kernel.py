@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.base import route
 from pallas_kernels.base.kernel_parts import dot, load_rows, program_part, store_rows
 from pallas_kernels.base.tiles import SMALLEST, Tile, power_of_two, tile_of
-from pallas_kernels.grouping.best_match import Every, Similarity, best_match
+from pallas_kernels.grouping.best_match import ChunkRows, Similarity, best_match
 
 NONE = np.int32(-1)
 
@@ -37,7 +37,7 @@ def kmeans_by_kernels(
 
     def assign(centroids: Float[Array, "B H C D"]) -> Int[Array, "B H S"]:
         _, label = best_match(
-            keys, centroids, there, Every(size), Every(clusters), similarity,
+            keys, centroids, there, ChunkRows(size), ChunkRows(clusters), similarity,
             tile=tile_of("best_match"), interpret=interpret,
         )  # fmt: skip
         return jnp.where(members, label, clusters)

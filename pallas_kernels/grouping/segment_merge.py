@@ -113,7 +113,7 @@ def _merge(
 def _kernel(rows, weights, order, first, count, out, *, tile: int):
     """Writes a tile of rows: means if they are targets of other rows, else their former values."""
     targets = Targets.of(order, first, count, tile)
-    # Rows that are no targets of other rows have nothing to add up.
+    # Rows that other rows do not go into have nothing to add up.
     members = jnp.where(targets.count > 1, targets.count, 0)
 
     def weigh(number, wanted):

@@ -33,7 +33,7 @@ def pair_cosine(
     """Returns the cosine of two keys, `a·b / (|a| |b|)`, for N pairs of slots; float32.
 
     The cosine with a zero key is 0. Cosines are rounded to multiples of a step: the first power of
-    two that is no less than `2^-21 √D`, with D channels. Half a step is more than the rounding
+    two that is at least `2^-21 √D`, with D channels. Half a step is more than the rounding
     error of a sum of D products. So the cosine of keys that are equal, or positive multiples of
     each other, is exactly 1. Equal cosines of different pairs are equal numbers, except the few
     halfway between two multiples.

@@ -10,7 +10,7 @@ from pallas_kernels.base.dispatch import choose_implementation
 from pallas_kernels.base.rows import block_of
 from pallas_kernels.base.tiles import tile_of
 from pallas_kernels.base.varying import varying
-from pallas_kernels.grouping.best_match import NO_NUMBER, Every, best_match
+from pallas_kernels.grouping.best_match import NO_NUMBER, ChunkRows, best_match
 from pallas_kernels.grouping.cosine import inverse_length, round_cosine
 
 # Rows of A that are compared with all of their chunk's B at once; bounds the memory of long chunks.
@@ -76,7 +76,7 @@ def _by_kernel(
     token = jnp.arange(keys.shape[2], dtype=jnp.int32)[None, None]
     there = token < count[..., None]
     similarity, partner = best_match(
-        keys, keys, there, Every(size, 0, 2), Every(size, 1, 2), "rounded_cosine",
+        keys, keys, there, ChunkRows(size, 0, 2), ChunkRows(size, 1, 2), "rounded_cosine",
         tile=tile_of("best_match"), interpret=interpret,
     )  # fmt: skip
     similarity = jnp.where(there, similarity, -jnp.inf)

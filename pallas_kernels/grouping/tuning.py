@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.base.tiles import Tile
-from pallas_kernels.grouping.best_match import Every, best_match
+from pallas_kernels.grouping.best_match import ChunkRows, best_match
 from pallas_kernels.grouping.kmeans_kernel import means
 
 
@@ -72,10 +72,10 @@ class Grouping(NamedTuple):
             return means(keys, label, x, **options)
         if self.clusters is None:
             there = jnp.full(keys.shape[:3], x < 1)  # all true, but dependent on the call before
-            parts = Every(self.chunk, 0, 2), Every(self.chunk, 1, 2)
+            parts = ChunkRows(self.chunk, 0, 2), ChunkRows(self.chunk, 1, 2)
             best, _ = best_match(keys, keys, there, *parts, "rounded_cosine", **options)
         else:
             there = jnp.ones(x.shape[:3], bool)
-            parts = Every(self.chunk), Every(self.clusters)
+            parts = ChunkRows(self.chunk), ChunkRows(self.clusters)
             best, _ = best_match(keys, x, there, *parts, "cosine", **options)
         return best[0, 0, 0]

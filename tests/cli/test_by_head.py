@@ -13,7 +13,7 @@ import pytest
 import kvjax
 from kvjax.cli.main import main
 from kvjax.cli.templates import Dialogue
-from kvjax.generation.continuation import decoder, new_text
+from kvjax.generation.continuation import TextDecoder, new_text
 from kvjax.models import from_pretrained, load_tokenizer
 from tests.cli.commands import error, output
 
@@ -85,7 +85,7 @@ def test_it_is_read_and_asked_as_in_python(
     questions = [Dialogue(tokenizer).question(text) for text in ("Lily said", "The dog")]
     result = kvjax.generate(model, questions, context=context, max_new_tokens=8)
     for answer, ids, new in zip(asked["results"], questions, result.tokens, strict=True):
-        assert answer["text"] == new_text(decoder(tokenizer), ids, new)
+        assert answer["text"] == new_text(TextDecoder(tokenizer), ids, new)
 
 
 def test_what_is_refused_before_weights_are_read(capsys, monkeypatch, read, heads, tmp_path):

@@ -14,10 +14,10 @@ import pytest
 
 import kvjax
 from kvjax.cli.chat_command import HELP
-from kvjax.cli.lines import LEAVING
+from kvjax.cli.chat_input import LEAVING
 from kvjax.cli.main import main
 from kvjax.cli.templates import Dialogue
-from kvjax.generation.continuation import decoder, new_text
+from kvjax.generation.continuation import TextDecoder, new_text
 from kvjax.generation.generate import Stream
 from kvjax.models import from_pretrained, load_tokenizer
 
@@ -40,7 +40,7 @@ def chat(capsys, monkeypatch, tinystories):
 def test_each_turn_goes_on_from_what_was_said(chat, tinystories):
     said = "Once upon a time", " Then Lily", " The end"
     tokenizer, model = load_tokenizer(tinystories), from_pretrained(tinystories)
-    dialogue, decode = Dialogue(tokenizer), decoder(tokenizer)
+    dialogue, decode = Dialogue(tokenizer), TextDecoder(tokenizer)
     tokens: list[int] = []
     answers = []
     for text in said:
@@ -173,7 +173,7 @@ def test_an_interrupt_ends_the_answer_and_not_the_conversation(chat, monkeypatch
 def test_a_third_interrupt_ends_the_process():
     code = """if True:
         import os, signal
-        from kvjax.cli.lines import interrupts_counted
+        from kvjax.cli.chat_input import interrupts_counted
         with interrupts_counted() as interrupts:
             for press in range(3):
                 os.kill(os.getpid(), signal.SIGINT)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvjax.cli import arguments, generate_command
-from kvjax.cli.lines import LEAVING, Interrupts, lines
+from kvjax.cli.chat_input import LEAVING, Interrupts, lines
 from kvjax.cli.main import main
 from tests.cli.commands import one_line, output
 
@@ -228,7 +228,7 @@ def test_the_compiler_is_silent_unless_it_is_asked(value):
 
 TYPED = """
 import signal, time
-from kvjax.cli.lines import interrupts_counted, lines
+from kvjax.cli.chat_input import interrupts_counted, lines
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # as the command does
 try:
     with interrupts_counted() as interrupts:

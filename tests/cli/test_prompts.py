@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 from kvjax.cli import inputs, opened
 from kvjax.cli.answers import InOrder, Row
 from kvjax.cli.main import main
-from kvjax.generation.continuation import decoder
+from kvjax.generation.continuation import TextDecoder
 from kvjax.generation.generate import Stream
 from kvjax.models import demo, load_tokenizer
 from tests.cli.commands import error, output
@@ -191,7 +191,7 @@ def test_special_tokens_in_stop_strings(chat_tokenizer, stops, text, at_once):
     whole = "Paris.<|im_end|> Rome.<|im_start|></s> Oslo."
     tokens = chat_tokenizer(whole, add_special_tokens=False).input_ids
     pieces: list[str] = []
-    row = Row(decoder(chat_tokenizer), [1], stops, pieces.append)
+    row = Row(TextDecoder(chat_tokenizer), [1], stops, pieces.append)
     for piece in [tokens] if at_once else [[token] for token in tokens]:
         row.add(piece)
     assert row.over == row.stopped == (text != "Paris. Rome. Oslo.")
@@ -204,13 +204,13 @@ def test_an_end_token_completes_a_stop_string(chat_tokenizer):
     letters = chat_tokenizer(
         "Paris.<|im_end|> Rome", add_special_tokens=False, split_special_tokens=True
     ).input_ids
-    row = Row(decoder(chat_tokenizer), [1], stops=["<|im_end|>"])
+    row = Row(TextDecoder(chat_tokenizer), [1], stops=["<|im_end|>"])
     row.add(letters)
     assert (row.text, row.over) == ("Paris.", True)
     end = chat_tokenizer.convert_tokens_to_ids("<|im_end|>")
     paris = chat_tokenizer("It is Paris.", add_special_tokens=False).input_ids
     for came, text in ((end, "It is"), (1, "It is Paris."), (None, "It is Paris.")):
-        row = Row(decoder(chat_tokenizer), [1], stops=[" Paris.<|im_end|>"])
+        row = Row(TextDecoder(chat_tokenizer), [1], stops=[" Paris.<|im_end|>"])
         row.add(paris)
         assert row.text == "It is", "it may be the beginning of a stop string"
         row.finish(came)

@@ -12,7 +12,7 @@ import kvjax
 from kvjax.cli.main import main
 from kvjax.cli.templates import Dialogue
 from kvjax.generation.context_files import context_about
-from kvjax.generation.continuation import decoder, new_text
+from kvjax.generation.continuation import TextDecoder, new_text
 from kvjax.models import demo, from_pretrained, load_tokenizer
 from tests.cli.commands import error, output
 
@@ -55,7 +55,7 @@ def test_questions_are_answered_as_after_the_document(capsys, read, tinystories,
         result = kvjax.generate(model, [tokens + ids], max_new_tokens=20)
         assert answer["question"] == question and answer["prompt_tokens"] == len(ids)
         assert answer["new_tokens"] == len(result.tokens[0])
-        assert answer["text"] == new_text(decoder(tokenizer), ids, result.tokens[0])
+        assert answer["text"] == new_text(TextDecoder(tokenizer), ids, result.tokens[0])
 
     assert main(["ask", str(tmp_path / "out"), questions[1], "--max-new", "5"]) == 0
     out, err = capsys.readouterr()

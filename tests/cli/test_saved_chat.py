@@ -12,7 +12,7 @@ import kvjax
 from kvjax.cli.main import main
 from kvjax.cli.templates import Dialogue
 from kvjax.generation.context_files import context_about
-from kvjax.generation.continuation import decoder, new_text
+from kvjax.generation.continuation import TextDecoder, new_text
 from kvjax.models import from_pretrained, load_tokenizer
 from tests.cli.commands import error, output
 from tests.support.cases import CASES
@@ -93,7 +93,7 @@ def test_a_document_is_talked_about(chat, book, tmp_path, name):
 def test_turns_after_a_document_are_those_of_ask_and_of_a_chat(chat, book, tinystories):
     folder = book("full")
     tokenizer, model = load_tokenizer(tinystories), from_pretrained(tinystories)
-    dialogue, decode = Dialogue(tokenizer), decoder(tokenizer)
+    dialogue, decode = Dialogue(tokenizer), TextDecoder(tokenizer)
     tokens, answers = dialogue.document(TEXT), []
     for number, text in enumerate(SAID):
         tokens += dialogue.turn(text, ()) if number else dialogue.question(text)

@@ -17,7 +17,7 @@ PAGES = sorted(
         *ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("models/*/README.md"),
         *ROOT.glob("notebooks/README.md"),
     )
-    if path.name not in ("CHANGELOG.md", "gpu.md")
+    if path.name != "CHANGELOG.md"
 )  # fmt: skip
 CHECKED = re.compile(
     r"^```.*?^```|`[^`\n]*`|<!-- table: .*?<!-- end -->|<!-- \w+: [^\n]*?<!-- / -->|\]\([^)]*\)",
@@ -51,6 +51,10 @@ EXCEPTIONS = {
     },
     "docs/guides/choosing.md": {"4 to 8 %": "published", "14 to 29 %": "published"},
     "docs/guides/devices.md": {"8 devices of 80 GB": "a setting"},
+    "docs/guides/gpu.md": {
+        "Since 0.11 JAX": "a version", "32 times that of one layer": "the number of layers",
+        "171 of the 172": "counts of gpu_tests_h200.txt, which is text",
+    },
     "docs/results/smollm2.md": {"Intervals are 95 %": "how they are computed"},
     "docs/results/studies.md": {"the last 64 of 1,024": "a setting"},
     "models/demo/README.md": {"2.2 MB": "the size of a file that is here"},

@@ -1,4 +1,4 @@
-"""The parts of the comparisons with kvpress that need neither kvpress nor a model."""
+"""The parts of the comparison with kvpress that need neither kvpress nor a model."""
 
 from __future__ import annotations
 
@@ -14,20 +14,10 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
-def scripts():
+def vs_kvpress():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
-        yield [importlib.import_module(name) for name in ("vs_kvpress", "vs_kvpress_kvzip")]
-
-
-@pytest.fixture(scope="module")
-def vs_kvpress(scripts):
-    return scripts[0]
-
-
-@pytest.fixture(scope="module")
-def kvzip(scripts):
-    return scripts[1]
+        yield importlib.import_module("vs_kvpress")
 
 
 @pytest.mark.parametrize(
@@ -75,44 +65,44 @@ def test_pyramids_have_the_same_slots_in_each_layer(vs_kvpress, tokens):
 
 
 @pytest.mark.parametrize(("groups", "count"), [(1, 60), (3, 17), (6, 9)])
-def test_the_best_tokens_of_a_group_stay(kvzip, groups, count):
+def test_the_best_tokens_of_a_group_stay(vs_kvpress, groups, count):
     scores = np.random.default_rng(1).random((3, 2, 20))
-    found = kvzip.best_scores(scores.tolist(), groups, count)
+    found = vs_kvpress.best_scores(scores.tolist(), groups, count)
     heads = [(layer, head) for layer in range(3) for head in range(2)]
     for group in range(groups):
         members = heads[group * 6 // groups : (group + 1) * 6 // groups]
         kept = {(*at, slot) for at in members for slot in found[at[0]][at[1]]}
-        sinks = {(*at, slot) for at in members for slot in range(kvzip.SINKS)}
+        sinks = {(*at, slot) for at in members for slot in range(vs_kvpress.SINKS)}
         others = {(*at, slot) for at in members for slot in range(20)} - sinks
         ranked = sorted(others, key=lambda at: scores[at], reverse=True)
         assert kept == sinks | set(ranked[: count - len(sinks)])
 
 
-def test_differences_are_relative_to_the_greater_score(kvzip):
-    found = kvzip.relative_differences([[1.0, 0.5, 0.0]], [[1.0, 0.4, 0.0]])
+def test_differences_are_relative_to_the_greater_score(vs_kvpress):
+    found = vs_kvpress.relative_differences([[1.0, 0.5, 0.0]], [[1.0, 0.4, 0.0]])
     assert found == {"median": 0.0, "most": pytest.approx(0.2)}
 
 
-def test_figures_of_documents_are_joined(kvzip, vs_kvpress):
+def test_figures_of_documents_are_joined(vs_kvpress):
     sets = [([[[0, 1]]], [[[0, 2]]]), ([[[0, 1]]], [[[0, 1]]])]
     figures = [
-        vs_kvpress.compare_positions(*each, [[[9.0, 4.0, 3.0]]]) | {"held": kvzip.held(*each)}
+        vs_kvpress.compare_positions(*each, [[[9.0, 4.0, 3.0]]]) | {"held": vs_kvpress.held(*each)}
         for each in sets
     ]
     expected = {"lists": 2, "equal": 1, "contained": 1, "common": 0.75, "gap": 0.25, "held": 0.75}
-    assert kvzip.joined(figures) == expected
+    assert vs_kvpress.joined(figures) == expected
 
 
-def test_held_counts_tokens_of_all_heads(kvzip):
+def test_held_counts_tokens_of_all_heads(vs_kvpress):
     first, second = [[[0, 1, 2], [4]], [[1], [5]]], [[[1, 2, 3], [4, 5]], [[0], []]]
-    assert kvzip.held(first, second) == 3 / 6
-    assert kvzip.held(second, first) == 3 / 6
+    assert vs_kvpress.held(first, second) == 3 / 6
+    assert vs_kvpress.held(second, first) == 3 / 6
 
 
 @pytest.mark.parametrize("share", (0.5, 0.2, 0.1, 0.05))
-def test_both_sides_keep_the_same_share(kvzip, share):
-    texts = [kvzip.written(each[0], share) for each in kvzip.COMPARED.values()]
+def test_both_sides_keep_the_same_share(vs_kvpress, share):
+    texts = [vs_kvpress.written(each[0], share) for each in vs_kvpress.COMPARED.values()]
     theirs, ours = (eval(text, {"KVzipPress": float, "KVzip": kvjax.KVzip}) for text in texts)
     tokens = 30 * 3 * 1000
     assert tokens - int(tokens * theirs) == tokens * ours.budget
-    assert ours.sinks == kvzip.SINKS
+    assert ours.sinks == vs_kvpress.SINKS

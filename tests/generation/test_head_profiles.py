@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 import kvjax
 from kvjax.budgets.profile import shares
+from kvjax.compose import origins
 from kvjax.evaluation import ReadOnce, measure_fidelities
 from kvjax.generation.head_profiles import kept_profile, sample_of, with_profiles_of_files
 from kvjax.generation.model import as_functional
@@ -274,13 +275,13 @@ def test_what_is_kept_is_made_again_when_a_method_has_changed(tmp_path, monkeypa
         change_default(patch, Mine, kernel=3)
         assert [count(Mine(0.5, window=8)), count(Mine(0.5, window=8))] == [2, 2]
     with monkeypatch.context() as patch:
-        patch.setattr(kvjax, "__version__", "99.0")
+        patch.setattr(origins, "VERSION", "99.0")
         assert [count(Mine(0.5, window=8)), count(Mine(0.5, window=8))] == [3, 3]
     with monkeypatch.context() as patch:
-        patch.setattr("kvjax.origins.source_of", lambda method: "changed" * (method is Mine))
+        patch.setattr(origins, "source_of", lambda method: "changed" * (method is Mine))
         assert [count(Mine(0.5, window=8)), count(Mine(0.5, window=8))] == [4, 4]
     with monkeypatch.context() as patch:
-        patch.setattr("kvjax.origins.source_of", lambda method: None)
+        patch.setattr(origins, "source_of", lambda method: None)
         assert [count(Mine(0.5, window=8)), count(Mine(0.5, window=8))] == [5, 6]
 
 

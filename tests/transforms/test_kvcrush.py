@@ -28,7 +28,7 @@ from kvjax.cache.slots import append
 from kvjax.decisions import Keep, carry_out
 from kvjax.protocol import AttentionOptions, Step, accumulated_attention, on_request
 from kvjax.transforms.kvcrush.kvcrush import REPRESENTATIVE
-from kvjax.transforms.kvcrush.representatives import cut, nearest_to_centroids
+from kvjax.transforms.kvcrush.representatives import member_runs, nearest_to_centroids
 from tests.references import kvcrush as reference
 from tests.references.budgets import rows_budget
 from tests.support.attending import Tokens, init_cache, live_count, right, run, slots_of
@@ -268,7 +268,7 @@ def test_fewer_evicted_than_representatives_all_return():
     [(2_000_000_011, 2048), (999_999, 250_000), (139_999, 70_000), (300, 257)],
 )
 def test_the_first_rank_of_a_bucket_does_not_overflow(members, buckets):
-    start, length = jax.jit(cut, static_argnums=2)(
+    start, length = jax.jit(member_runs, static_argnums=2)(
         jnp.array([[members]]), jnp.array([buckets]), buckets
     )
     expected = np.arange(buckets + 1) * members // buckets

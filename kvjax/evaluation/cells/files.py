@@ -34,7 +34,7 @@ class Journal:
     """A file of the finished cells of a comparison, one line each, so that it can be continued.
 
     The constructor makes the folder and writes the settings, and the machine that measures. It
-    raises ValueError if the path is no folder, cannot be written to, or holds a comparison of
+    raises ValueError if the path is not a folder, cannot be written to, or holds a comparison of
     something else.
 
     Args:
@@ -46,9 +46,9 @@ class Journal:
         sets, chat templates or lists of words change, the hashes differ, and the folder is refused.
       transforms: transform with all its parameters, as text, for each method and budget, which is
         kept with their cells. If a method's defaults change, its cells are measured again.
-      origins: what else the results of each method and budget depend on (`kvjax.origins`), which is
-        kept and compared likewise. Cells without it, which earlier versions wrote, are measured
-        again.
+      origins: what else the results of each method and budget depend on (`kvjax.compose.origins`),
+        which is kept and compared likewise. Cells without it, which earlier versions wrote, are
+        measured again.
 
     Attributes:
       finished: the cells that did not fail and need not be measured again.

@@ -15,6 +15,7 @@ import numpy as np
 
 from kvjax.attention.layer import layer_caches
 from kvjax.compose.bind import bind
+from kvjax.compose.origins import origin
 from kvjax.devices import automatic
 from kvjax.evaluation.cells import files
 from kvjax.evaluation.cells.grid import (
@@ -29,18 +30,17 @@ from kvjax.evaluation.cells.results import Results
 from kvjax.evaluation.fidelity.fidelity import Fidelity, measure_fidelities
 from kvjax.evaluation.fidelity.perplexity import context_nll
 from kvjax.evaluation.memory import drop_compiled_code
-from kvjax.extras import extra_module
 from kvjax.generation.calibration import calibrated
 from kvjax.generation.chat import chat_end_tokens
 from kvjax.generation.context import Context
-from kvjax.generation.continuation import decoder, new_text
+from kvjax.generation.continuation import TextDecoder, new_text
 from kvjax.generation.fingerprints import Fingerprint, checksum
 from kvjax.generation.generate import generate
 from kvjax.generation.head_profiles import sample_of, with_named_profiles, with_profiles
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.prompt_checks import bucket
 from kvjax.generation.read_once import ReadOnce
-from kvjax.origins import origin
+from kvjax.messages import extra_module
 from kvjax.protocol import KVTransform
 
 from .material import Material
@@ -109,8 +109,8 @@ def compare(
         call with more methods, budgets, tasks, lengths or cases measures only the missing cells.
         Cells of a method that has changed since are measured again, and a warning says so: another
         version of kvjax measured them, its parameters are others, or the content of a file that it
-        names, or the source of a method of one's own (`kvjax.origins`). So are cells that earlier
-        versions kept without all of that.
+        names, or the source of a method of one's own (`kvjax.compose.origins`). So are cells that
+        earlier versions kept without all of that.
       on_progress: called before every unit and at the end with the work done, the total work (both
         in tokens to read, roughly), and a name for the next unit.
       grid: methods, budgets, tasks, lengths, questions, depths, cases, seed, chat, max_new; see
@@ -242,7 +242,7 @@ class _Measure:
             dataclasses.replace(x, transform=with_named_profiles(x.transform, model))
             for x in material.grid.candidates
         ]
-        self._decode = decoder(material.tokenizer)
+        self._decode = TextDecoder(material.tokenizer)
         # Candidates of several units share a transform, which is calibrated once.
         self.calibrated = functools.cache(self._calibrated)
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.attention.layer import Cache, Reading
 from kvjax.attention.prompt import compress
+from kvjax.cache.rope import Rope
 from kvjax.compiled_code import compiled
 from kvjax.compose.bind import bind
 from kvjax.compose.wrappers import Everywhere, by_head_groups
@@ -23,9 +24,8 @@ from kvjax.generation.model import FunctionalModel
 from kvjax.generation.observe import Observe
 from kvjax.generation.read_once import ReadOnce
 from kvjax.generation.steps import decode_step
-from kvjax.generation.turns import further
+from kvjax.generation.turns import further_turn
 from kvjax.protocol import AttentionOptions, KVTransform, Needs
-from kvjax.rope import Rope
 
 from .recording import Record, attend_to_all, record, recorded, unrecord
 
@@ -67,7 +67,7 @@ class Truth(NamedTuple):
 class FullRun:
     """A recorded run of a model: it reads prompts once and decodes greedily with the full cache.
 
-    The same prompt pass fills the caches of several methods, see `kvjax.evaluation.ReadOnce`.
+    One prompt pass fills the caches of several methods, see `kvjax.evaluation.ReadOnce`.
 
     Args:
       model: the model.
@@ -111,7 +111,7 @@ class FullRun:
         context = self._once.context(full)
         self.turns: tuple[Turn, ...] | None = None
         if questions is not None:
-            context = further(
+            context = further_turn(
                 model, context, questions, [question_length], Compiler(), None, last=False
             )
             self.turns = tuple(map(_turn, context.caches))

@@ -38,9 +38,9 @@ def context_nll(
       tokens: token ids `[B, M]`, without padding, one row for each row of the context.
 
     Raises:
-      TypeError, ValueError: the tokens are no integers, have another shape than `[B, M]` or another
-        number of rows than the context, or are outside the vocabulary; written tokens of the
-        context wait for a flush; or the tokens do not fit, as for a turn of `kvjax.generate`.
+      TypeError, ValueError: the tokens are not integers, have another shape than `[B, M]` or
+        another number of rows than the context, or are outside the vocabulary; written tokens of
+        the context wait for a flush; or the tokens do not fit, as for a turn of `kvjax.generate`.
 
     Example:
       >>> import kvjax

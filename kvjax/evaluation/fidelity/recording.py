@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attention.layer import Cache, LayerCache, layer_caches, map_parts
+from kvjax.cache.rope import Rope
 from kvjax.cache.slots import KVCache
 from kvjax.compose.wrappers import HeadGroups, in_head_order, map_head_groups
 from kvjax.decisions import Decision
 from kvjax.protocol import AttentionOptions, KVTransform, State, Step, View, Wrapper
-from kvjax.rope import Rope
 from pallas_kernels import decode_attention
 from pallas_kernels.attention.call import beside_sinks
 

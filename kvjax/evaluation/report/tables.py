@@ -24,7 +24,7 @@ LEGEND = (
     "Beside a score is its 95 % interval, in green where the full cache's score lies in it. "
     "report.html defines every figure."
 )
-"""What a table in the terminal says of its figures."""
+"""Explains the figures of a table in the terminal."""
 
 DEFINITIONS = {
     "Score": "The mean over the cases of a task, times 100. The smaller figures beside it are the "

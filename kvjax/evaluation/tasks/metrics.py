@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from kvjax.extras import extra_module
+from kvjax.messages import extra_module
 
 Metric = Callable[..., float]
 

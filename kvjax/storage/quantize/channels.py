@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvjax.rope import Rope
+from kvjax.cache.rope import Rope
 
 # Measured on keys of SmolLM2, Qwen2.5 and Gemma 3: see docs/methods/quantize.md.
 EXPONENT = 0.75  # power of the standard deviation that a scale is, given many keys

@@ -265,7 +265,7 @@ class Quantized(EncodedPayload):
         return dataclasses.replace(self, encoded=jax.tree.map(change, self.encoded, *arguments))
 
     def _grouped(self, x: Array) -> Array:
-        """Splits the axis of slots of an array of `Encoded` into groups that belong together."""
+        """Splits the slots in an array of `Encoded` into groups that belong together."""
         groups = self.encoded.values.shape[2] // self.form.together
         return x.reshape(*x.shape[:2], groups, -1, *x.shape[3:])
 

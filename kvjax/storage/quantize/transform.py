@@ -36,8 +36,8 @@ class Quantize(KVTransform):
     `k = mean + scale · x`. They come from the keys of the head's first prompt, and stay as long as
     anything of that prompt does. The scale is the standard deviation to the power of 0.75, or less
     with few keys. Second, keys and values are rotated: `x H` and `v H` are encoded, where H is the
-    orthonormal Hadamard matrix (`pallas_kernels.hadamard_transform`; where D is no power of two, in
-    blocks of the largest one that divides it). The first makes a channel smaller that is much
+    orthonormal Hadamard matrix (`pallas_kernels.hadamard_transform`; where D is not a power of two,
+    in blocks of the largest one that divides it). The first makes a channel smaller that is much
     larger than others, as in models that add a bias to their keys; the second spreads the remaining
     excess over all channels. Attention stays the same:
     `q · k = q · mean + ((q · scale) H) · (x H)`, and `Σ p (v H) H = Σ p v`. A step transforms

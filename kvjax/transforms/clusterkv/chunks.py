@@ -16,7 +16,7 @@ from pallas_kernels import kmeans
 Metric = Literal["cosine", "l2", "inner_product"]
 
 
-class Tokens(NamedTuple):
+class Points(NamedTuple):
     """Tokens of each KV head that are to be clustered.
 
     Args:
@@ -55,10 +55,10 @@ class KMeansOptions(NamedTuple):
 
 
 def cluster(
-    tokens: Tokens, wanted: Int[Array, "B H"], most: int, options: KMeansOptions
+    points: Points, wanted: Int[Array, "B H"], most: int, options: KMeansOptions
 ) -> Clustering:
     """Makes `wanted` clusters, at most `most` (static), by k-means from keys of random members."""
-    keys, position, members, number = tokens
+    keys, position, members, number = points
     drawn = keep_best(number, members, position, wanted)
     start = take_slots(keys, sorted_slots(drawn, position)[..., :most])
     there = jnp.arange(most, dtype=jnp.int32)[None, None] < wanted[..., None]
@@ -67,7 +67,7 @@ def cluster(
 
 
 def cluster_chunks(
-    tokens: Tokens,
+    points: Points,
     wanted: Int[Array, "B H J"],
     most: int,
     chunk: int,
@@ -76,12 +76,12 @@ def cluster_chunks(
     """Clusters every chunk separately; its clusters are numbered behind those of earlier chunks.
 
     Args:
-      tokens: tokens of J chunks, the last of which may be shorter.
+      points: tokens of J chunks, the last of which may be shorter.
       wanted: number of clusters of each chunk, at most `most` (static).
       chunk: slots of a chunk.
       options: of k-means.
     """
-    batch, heads, size = tokens.members.shape
+    batch, heads, size = points.members.shape
     chunks = math.ceil(size / chunk)
 
     def chunks_as_heads(x: Array) -> Array:
@@ -90,7 +90,7 @@ def cluster_chunks(
         padding[2] = (0, chunks * chunk - size)
         return jnp.pad(x, padding).reshape(batch, heads * chunks, chunk, *x.shape[3:])
 
-    chunked = Tokens(*map(chunks_as_heads, tokens))
+    chunked = Points(*map(chunks_as_heads, points))
     clustering = cluster(chunked, wanted.reshape(batch, -1), most, options)
     label = clustering.label.reshape(batch, heads, chunks, chunk)
     first = most * jnp.arange(chunks, dtype=jnp.int32)[None, None, :, None]

@@ -18,8 +18,8 @@ from kvjax.checks import check_choice, check_count
 from kvjax.decisions import Order
 from kvjax.devices import all_heads
 from kvjax.protocol import Extent, Step, View
-from kvjax.transforms.clusterkv.chunks import KMeansOptions, Metric, Tokens, cluster, cluster_chunks
-from kvjax.transforms.clusterkv.clusters import Clusters, of_heads
+from kvjax.transforms.clusterkv.chunks import KMeansOptions, Metric, Points, cluster, cluster_chunks
+from kvjax.transforms.clusterkv.clusters import Clusters, where_heads
 from kvjax.transforms.clusterkv.recalled import GroupReduce, Ranking, recalled_slots
 from kvjax.transforms.random import check_seed, layer_key, uniform
 from kvjax.transforms.recall import Recall, of_lists
@@ -212,7 +212,7 @@ class ClusterKV(Recall):
         # the slots in which they were stored.
         stored_slot = cache.column(STORED_SLOT)
         kept = jnp.where(slot < earlier.clustered[..., None], stored_slot, added)
-        return jnp.where(anew[..., None], place, kept), of_heads(anew, remade, grown)
+        return jnp.where(anew[..., None], place, kept), where_heads(anew, remade, grown)
 
     def _can_stay(self, cache: KVCache, clusters: Clusters) -> Bool[Array, "B H"]:
         """Returns whether existing clusters can stay, with clusters of the new tokens beside them.
@@ -250,7 +250,7 @@ class ClusterKV(Recall):
         # Keys are read from the cache and not taken from `step.keys`: an earlier part of a chain
         # may have merged some since attention saw them.
         number = uniform(key, cache.position, cache.heads)
-        tokens = Tokens(cache.k.read(), cache.position, members, number)
+        tokens = Points(cache.k.read(), cache.position, members, number)
         most, options = self._most_clusters(cache)[0], self._kmeans_options(step.implementation)
         wanted = jnp.where(heads[..., None], wanted, 0)
         clustering = cluster_chunks(tokens, wanted, most, chunk, options)
@@ -302,11 +302,11 @@ class ClusterKV(Recall):
 
     def _tokens(
         self, cache: KVCache, key: Array, slots: Int[Array, "B H N"], members: Bool[Array, "B H N"]
-    ) -> Tokens:
-        """Reads the tokens of some slots; slots that are no members may lie beyond the cache."""
+    ) -> Points:
+        """Reads the tokens of some slots; slots that are not members may lie beyond the cache."""
         index = jnp.minimum(slots, cache.slots - 1)
         position = take_slots(cache.position, index)
-        return Tokens(cache.k.read(index), position, members, uniform(key, position, cache.heads))
+        return Points(cache.k.read(index), position, members, uniform(key, position, cache.heads))
 
     def _kmeans_options(self, implementation: str | None) -> KMeansOptions:
         """Returns the options of k-means."""

@@ -103,7 +103,7 @@ class Clusters:
         return sizes, jnp.pad(self.starts, ((0, 0), (0, 0), (1, 0)))
 
 
-def of_heads(which: Bool[Array, "B H"], new: Clusters, old: Clusters) -> Clusters:
+def where_heads(which: Bool[Array, "B H"], new: Clusters, old: Clusters) -> Clusters:
     """Takes `new` in the chosen KV heads and `old` in the others; budgets are the same in both."""
 
     def choose(new: Array, old: Array) -> Array:

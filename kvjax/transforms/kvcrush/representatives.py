@@ -63,7 +63,7 @@ def bucket_representatives(
     # Distance and position in one integer, so that one sort orders by both.
     order = jnp.where(evicted, (distance * size + number)[:, None], _LAST)
     order = jnp.sort(order, axis=-1)
-    start, length = cut(evicted.sum(-1, dtype=jnp.int32), buckets, min(most, size))
+    start, length = member_runs(evicted.sum(-1, dtype=jnp.int32), buckets, min(most, size))
 
     def unit_at(rank: Int[Array, "B H R"]) -> Int[Array, "B H R"]:
         return take_slots(order, jnp.clip(rank, 0, size - 1)) % size
@@ -77,7 +77,7 @@ def bucket_representatives(
     return write_slots(jnp.zeros_like(evicted), chosen, jnp.ones(chosen.shape, bool))
 
 
-def cut(
+def member_runs(
     members: Int[Array, "B H"], buckets: Int[Array, " B"], most: int
 ) -> tuple[Int[Array, "B H R"], Int[Array, "B H R"]]:
     """Cuts n members into R runs, never more than members; returns their first ranks and lengths.
@@ -116,7 +116,7 @@ def nearest_to_centroids(
     """
     most = min(most, keys.shape[2])
     order = sorted_slots(evicted, position)
-    start, length = cut(evicted.sum(-1, dtype=jnp.int32), count, most)
+    start, length = member_runs(evicted.sum(-1, dtype=jnp.int32), count, most)
     middle = take_slots(order, jnp.maximum(start + (length - 1) // 2, 0))
     initial = take_slots(keys, middle)
     label, centroids = kmeans(

@@ -11,6 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import registry
+from kvjax.compose import origins
 from kvjax.evaluation import compare, read_results
 from kvjax.models import from_pretrained, load_tokenizer
 from tests.support.small_comparisons import TEXT
@@ -86,7 +87,7 @@ def test_another_version_of_kvjax(run, monkeypatch, tmp_path):
     """Methods that are not asked for stay, and a note says that versions differ."""
     first = kvjax.__version__
     run(methods="h2o,snapkv")
-    monkeypatch.setattr(kvjax, "__version__", "99.0")
+    monkeypatch.setattr(origins, "VERSION", "99.0")
     again, (line,) = run(methods="h2o")
     assert again == ["full", "h2o"]
     assert line == f"measured again: full, h2o 0.5 (measured by kvjax {first}, and this is 99.0)"
@@ -115,7 +116,7 @@ def test_cells_that_earlier_versions_kept(run, tmp_path):
 def test_a_part_of_what_was_measured_again_is_not_mixed_with_the_rest(run, monkeypatch, tmp_path):
     """Of eight cases, four are measured again: the others are of another version."""
     run(cases=8)
-    monkeypatch.setattr(kvjax, "__version__", "99.0")
+    monkeypatch.setattr(origins, "VERSION", "99.0")
     run(cases=4)
     rows = {row.method: row.score.cases for row in read_results(tmp_path / "out").rows()}
     assert set(rows.values()) == {4}
@@ -129,7 +130,7 @@ def test_a_call_warns(measured, folder, monkeypatch, tmp_path):
         )  # fmt: skip
 
     call()
-    monkeypatch.setattr(kvjax, "__version__", "99.0")
+    monkeypatch.setattr(origins, "VERSION", "99.0")
     with pytest.warns(UserWarning, match=r"measured again: full, h2o 0.5 \(measured by") as seen:
         call()
     assert seen[0].filename == __file__

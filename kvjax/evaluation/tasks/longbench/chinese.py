@@ -7,8 +7,7 @@ import string
 from typing import Any
 
 from kvjax.evaluation.tasks.metrics import EXTRA, overlap, rouge_l
-from kvjax.extras import extra_module
-from kvjax.messages import quiet
+from kvjax.messages import extra_module, quiet
 
 from .tables import CHINESE_PUNCTUATION
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from kvjax.extras import extra_module
+from kvjax.messages import extra_module
 
 Draw = Callable[[np.random.Generator], str]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvjax
-from kvjax.origins import origin, source_of
+from kvjax.compose.origins import origin, source_of
 
 METHOD = """
 import dataclasses

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.checks import check_array
 from pallas_kernels.attention.rotation import Turn, rotate_pairs
 
 
@@ -70,3 +71,17 @@ class Rope:
         """
         frequencies = self.inv_freq.reshape(-1, self.inv_freq.shape[-1])
         return Turn(frequencies, positions, self.interleaved, self.factor)
+
+
+def check_rope(rope: object, head_dim: int) -> None:
+    """Raises unless `rope` is None or a `Rope` that rotates at most `head_dim` channels."""
+    if rope is None:
+        return
+    if not isinstance(rope, Rope):
+        raise TypeError(f"rope must be a kvjax.Rope, got {type(rope).__name__}")
+    check_array("inv_freq of rope", rope.inv_freq)
+    shape = rope.inv_freq.shape
+    if len(shape) not in (1, 2):
+        raise ValueError(f"inv_freq of rope must be [R] or [B, R], got shape {shape}")
+    if 2 * shape[-1] > head_dim:
+        raise ValueError(f"rope rotates {2 * shape[-1]} channels, got head_dim {head_dim}")

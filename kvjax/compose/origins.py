@@ -15,8 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import kvjax
 from kvjax.compose.walks import walk
+from kvjax.files import VERSION
 from kvjax.protocol import KVTransform
 
 # Packages whose version says what their source is: that of kvjax is a part of an origin.
@@ -38,14 +38,14 @@ def origin(transform: KVTransform) -> dict[str, Any]:
 
     Example:
       >>> import kvjax
-      >>> from kvjax.origins import origin
+      >>> from kvjax.compose.origins import origin
       >>> sorted(origin(kvjax.parse("every(snapkv(budget=64), steps=8)")))
       ['files', 'kvjax', 'source']
     """
     parts = list(walk(transform))
     values = (getattr(part, field.name) for part in parts for field in dataclasses.fields(part))
     files = {path: _checksum(Path(path).read_bytes()) for path in _files_in(tuple(values))}
-    return {"kvjax": kvjax.__version__, "source": _source(parts), "files": files}
+    return {"kvjax": VERSION, "source": _source(parts), "files": files}
 
 
 def _files_in(value: Any) -> Iterator[str]:
@@ -107,7 +107,7 @@ def _is_own(name: str, place: str | None, packages: set[str]) -> bool:
 
 
 def _imports(module: ModuleType, source: bytes) -> Iterator[str]:
-    """Yields the names of modules that a module imports anywhere, and some that are none."""
+    """Yields the names of modules that a module imports anywhere, and some names in modules."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
