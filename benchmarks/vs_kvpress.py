@@ -74,7 +74,7 @@ Where the sides differ:
   KVzipPress over the first four tokens, the document's part that is repeated, and the piece.
 - KVzipPress ends its instruction by the end of a chat message. What begins a chat, such as a system
   prompt, gets no scores, and all but four tokens of it go. Here both sides have the instruction of
-  `kvjax.Repetition.of`, and nothing is a chat.
+  `KVzip`, and nothing is a chat.
 """
 
 from __future__ import annotations
@@ -477,19 +477,15 @@ class Kvjax:
         import jax
 
         transform = self._kvjax.calibrated(self._transform, self._model, ())
+        transform = in_pieces(transform, instruction)
         start = time.perf_counter()
         context = self._kvjax.read(
-            self._model, [document], transform=transform, repetition=self._repetition(instruction),
+            self._model, [document], transform=transform, document=Words(instruction),
             max_prompt=len(document) + len(question), max_new=new,
         )  # fmt: skip
         jax.block_until_ready(context.caches)
         read, start = time.perf_counter() - start, time.perf_counter()
         return {"read_s": read} | self._answer(context, question, new, start)
-
-    def _repetition(self, instruction: dict[str, Any]) -> Any:
-        first = (*instruction["first"], *instruction["ending"])
-        further, piece = tuple(instruction["further"]), instruction["piece"]
-        return self._kvjax.Repetition(first, further, piece)
 
     def _answer(self, context: Any, question: list[int], new: int, start: float) -> dict:
         """The rest of `ask`."""
@@ -524,11 +520,12 @@ class Kvjax:
         from kvjax.evaluation import ReadOnce
 
         transforms = [
-            self._kvjax.calibrated(eval(each, self._names), self._model, ()) for each in methods
+            in_pieces(self._kvjax.calibrated(eval(each, self._names), self._model, ()), instruction)
+            for each in methods
         ]
         return transforms, ReadOnce(
             self._model, [document], transforms, max_prompt=max_prompt, max_new=new,
-            repetition=self._repetition(instruction),
+            document=Words(instruction),
         )  # fmt: skip
 
     def repeated(
@@ -550,8 +547,38 @@ class Kvjax:
                 rows.append([[at for at in head if at >= 0] for head in row.tolist()])
             positions.append(rows)
         readings = once._observed.caches  # slots are in the order of tokens
-        scores = [np.asarray(reading.repetition[0, :, : len(document)]) for reading in readings]
+        scores = [
+            np.asarray(reading.record.slots["received"][0, :, : len(document)])
+            for reading in readings
+        ]
         return {"positions": positions, "scores": np.stack(scores).tolist()}
+
+
+class Words:
+    """Encodes the instruction of KVzip, as a tokenizer does."""
+
+    def __init__(self, instruction: dict[str, Any]) -> None:
+        self._instruction = instruction
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Returns the tokens of what comes before the first piece, or before a further one."""
+        from kvjax.transforms.kvzip.repetition import FIRST
+
+        names = ("first", "ending") if text == FIRST else ("further",)
+        return [token for name in names for token in self._instruction[name]]
+
+
+def in_pieces(transform: Any, instruction: dict[str, Any]) -> Any:
+    """Returns the composition whose KVzip repeats a document in pieces of the instruction."""
+    import kvjax
+    from kvjax.compose.walks import map_methods
+
+    def with_piece(method: Any, heads: Any) -> Any:
+        if not isinstance(method, kvjax.KVzip):
+            return method
+        return dataclasses.replace(method, piece=instruction["piece"])
+
+    return map_methods(with_piece, transform, by_head=False)
 
 
 SIDES = {"kvpress": Kvpress, "kvjax": Kvjax}
@@ -923,14 +950,15 @@ def make_profiles(args: argparse.Namespace) -> None:
 
 def instruction_of(tokenizer: Any) -> dict[str, Any]:
     """The instruction that both sides repeat a document with, as `Kvpress` needs it."""
-    from kvjax import Repetition
+    from kvjax.transforms.kvzip.repetition import FIRST, FURTHER
 
-    ending = tokenizer("\n\n", add_special_tokens=False).input_ids
-    whole = Repetition.of(tokenizer)
-    if whole.first[-len(ending) :] != tuple(ending):
-        raise SystemExit(f"the instruction must end in the tokens {ending}, got {whole.first}")
-    first = whole.first[: -len(ending)]
-    return {"first": first, "further": whole.further, "ending": ending, "piece": PIECE}
+    ending, first, further = (
+        tokenizer.encode(text, add_special_tokens=False) for text in ("\n\n", FIRST, FURTHER)
+    )
+    if first[-len(ending) :] != ending:
+        raise SystemExit(f"the instruction must end in the tokens {ending}, got {first}")
+    first = first[: -len(ending)]
+    return {"first": first, "further": further, "ending": ending, "piece": PIECE}
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from kvjax.compose.wrappers import by_head_groups
-from kvjax.devices import put_rows
+from kvjax.devices import put_by_rows
 from kvjax.generation.groups import Group
 from kvjax.messages import brief
 from kvjax.protocol import Asking, KVTransform, Needs, Probe
@@ -82,4 +82,4 @@ def pieces_of(
     there = tokens >= 0
     positions = length[list(rows)][:, None, None] + there.cumsum(-1) - 1
     positions = np.where(there, positions, -1).astype(np.int32)
-    return Pieces(put_rows(np.maximum(tokens, 0), mesh), put_rows(positions, mesh))
+    return Pieces(put_by_rows(np.maximum(tokens, 0), mesh), put_by_rows(positions, mesh))

@@ -17,7 +17,14 @@ from kvjax.compiled_code import compiled
 from kvjax.devices import put, put_by_rows
 from kvjax.generation.compiler import Compiler, Programs, Tracer
 from kvjax.generation.context import Context
-from kvjax.generation.documents import Document, Pieces, pieces_of, probe_of, words_of
+from kvjax.generation.documents import (
+    Document,
+    Pieces,
+    check_document,
+    pieces_of,
+    probe_of,
+    words_of,
+)
 from kvjax.generation.groups import Group, grouped
 from kvjax.generation.model import FunctionalModel
 from kvjax.generation.new_caches import CacheSize
@@ -65,9 +72,9 @@ def first_turn(
     groups = grouped(prompts, widths, layers, size.mesh)
     length = np.array([len(prompt) for prompt in prompts], np.int32)
     document = True if document is None else document
-    pieces = _pieces(model, layers, groups, prompts, length, size.mesh, document)
+    looking = _looking(model, layers, groups, prompts, length, size.mesh, document)
     logits, caches = read_prompt(
-        model, layers, groups, size, compiler, on_layer, last, pieces, then
+        model, layers, groups, size, compiler, on_layer, last, looking, then
     )
     return Context(
         caches=caches,
@@ -85,7 +92,7 @@ def first_turn(
     )
 
 
-def _pieces(
+def _looking(
     model: FunctionalModel, layers: tuple[KVTransform, ...], groups: Sequence[Group],
     prompts: Sequence[Sequence[int]], length: Int[np.ndarray, " B"], mesh: Mesh | None,
     document: Document,
@@ -95,6 +102,7 @@ def _pieces(
     Args:
       length: tokens of each row with its prompt.
     """
+    check_document(document)
     probe = probe_of(layers) if document else None
     if probe is None:
         return None
@@ -139,7 +147,7 @@ def further_turn(
     length, mesh = np.asarray(context.length), context.size.mesh
     groups = grouped(rows, widths, context.layers, mesh, length)
     active = count > 0
-    pieces = _pieces(model, context.layers, groups, rows, length + count, mesh, document or False)
+    looking = _looking(model, context.layers, groups, rows, length + count, mesh, document or False)
 
     # A prompt's end is a flush of its rows. Rows without a prompt have not been flushed then, and
     # steps are counted for all rows together.
@@ -152,7 +160,7 @@ def further_turn(
             then(tracer, logits, caches)
 
     logits, caches = read_prompt(
-        model, context.layers, groups, context.caches, compiler, on_layer, last, pieces,
+        model, context.layers, groups, context.caches, compiler, on_layer, last, looking,
         flush_and_then,
     )  # fmt: skip
     if interval is not None:
