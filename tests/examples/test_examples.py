@@ -28,6 +28,7 @@ def example():
         if name not in made:
             spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
             module = importlib.util.module_from_spec(spec)
+            sys.modules[name] = module  # dataclasses look their module up
             spec.loader.exec_module(module)
             made[name] = module, module.main()
         return made[name]
