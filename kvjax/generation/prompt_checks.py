@@ -14,6 +14,7 @@ from jaxtyping import Int
 from kvjax.compose.walks import walk
 from kvjax.devices import mesh_of
 from kvjax.generation.context import Context
+from kvjax.generation.documents import Document, probe_of
 from kvjax.generation.fingerprints import Fingerprint, differences
 from kvjax.generation.model import FunctionalModel
 from kvjax.messages import brief

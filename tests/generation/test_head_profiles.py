@@ -243,7 +243,7 @@ def test_a_file_that_lacks_parameters_is_refused(tmp_path):
     with safe_open(path, framework="numpy") as file:
         about, table = file.metadata(), file.get_tensor("table")
     for method, said in (
-        ("kvzip", "kvzip needs values="),
+        ("kvzip", "kvzip needs sinks="),
         (about["method"].replace("kernel=3, ", ""), "kvzip needs kernel="),
         (about["method"].replace("kernel", "smooth"), "kvzip has no parameter 'smooth'"),
         (about["method"].replace("kvzip", "kvzap"), "unknown method 'kvzap'"),

@@ -188,10 +188,10 @@ def test_slots_are_those_of_the_largest_rectangle():
     caches = [kvjax.init_cache(tx, layer=n, **sizes) for n, tx in enumerate(layers)]
     every = [part.kv.slots for cache in caches for part in cache]
     expected = (max(every), max(every) + 4000 - min(every))
-    assert slots_together(layers, caches, repeated=False) == [expected] * LAYERS
+    assert slots_together(layers, caches, document=False) == [expected] * LAYERS
     kvcrush = kvjax.bind(by_head(kvjax.KVCrush(SNAPKV)), LAYERS)  # its bits are those of all heads
     caches = [kvjax.init_cache(tx, layer=n, **sizes) for n, tx in enumerate(kvcrush)]
-    assert slots_together(kvcrush, caches, repeated=False) == [None] * LAYERS
+    assert slots_together(kvcrush, caches, document=False) == [None] * LAYERS
     groups_of_others = kvjax.HeadGroups((((0,), kvjax.Full()), ((1,), kvjax.H2O(20))))
     cache = kvjax.init_cache(groups_of_others, **sizes)
     full = kvjax.init_cache(kvjax.Full(), **sizes)

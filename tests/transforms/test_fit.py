@@ -149,7 +149,10 @@ def test_free_slots_before_and_behind_change_nothing():
 
 
 def test_what_stands_for_equal_keys_gives_full_attention():
-    """Keys occur once, twice, ... six times: masses are these numbers, values are the means."""
+    """Keys occur once, twice, ... six times: masses are these numbers, values are the means.
+
+    They are as far off as one hundredth of a query that finds each slot as it was makes them.
+    """
     rng = np.random.default_rng(1)
     times = np.arange(1, 7)
     kept, owner = rng.normal(size=(6, 16)), np.repeat(np.arange(6), times)
@@ -160,10 +163,10 @@ def test_what_stands_for_equal_keys_gives_full_attention():
     first = np.array([np.argmax(owner == i) for i in range(6)])
     args = [jnp.asarray(x, jnp.float32)[None, None] for x in (q, kept, v[first])]
     rest = [jnp.asarray(x, jnp.float32)[None, None] for x in (np.zeros(6), out, lse)]
-    fitted = fit(*args, *rest, scale=0.5, lookups=1e-6)
-    np.testing.assert_allclose(np.exp(fitted.log_mass)[0, 0], times, rtol=1e-3)
+    fitted = fit(*args, *rest, scale=0.5, lookups=1e-4)
+    np.testing.assert_allclose(np.exp(fitted.log_mass)[0, 0], times, rtol=0.03)
     means = [v[owner == i].mean(0) for i in range(6)]
-    np.testing.assert_allclose(fitted.v[0, 0], means, atol=5e-3)
+    np.testing.assert_allclose(fitted.v[0, 0], means, atol=0.1)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -338,7 +341,9 @@ def test_refused(place, shape, message):
         fit(*args, scale=1.0)
 
 
-@pytest.mark.parametrize("lookups", [0, -1.0, np.inf, np.nan])
+@pytest.mark.parametrize("lookups", [0, -1.0, 1e-6, np.inf, np.nan])
 def test_refused_lookups(lookups):
-    with pytest.raises(ValueError, match=f"lookups must be a finite number above 0, got {lookups}"):
+    with pytest.raises(
+        ValueError, match=f"lookups must be a finite number, 0.0001 at least, got {lookups}"
+    ):
         fit(*SMALL, scale=1.0, lookups=lookups)
