@@ -82,6 +82,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import dataclasses
 import importlib.metadata
 import itertools
 import json

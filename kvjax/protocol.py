@@ -298,8 +298,12 @@ class Needs(NamedTuple):
         """
         probes = [needs.probe for needs in (self, other) if needs.probe is not None]
         probe = functools.reduce(lambda a, b: a.union(b), probes) if probes else None
-        pairs = zip(self[:-1], other[:-1], strict=True)
-        return Needs(*(max(a, b) for a, b in pairs), probe)
+        pairs = {
+            name: max(getattr(self, name), getattr(other, name))
+            for name in self._fields
+            if name != "probe"
+        }
+        return Needs(**pairs, probe=probe)
 
     def queries(self, max_prompt: int) -> int:
         """Size of the window of prompt queries."""

@@ -26,6 +26,7 @@ from kvjax.compose.bind import bind
 from kvjax.devices import by_rows, divided, mesh_of, put
 from kvjax.generation.compiler import Compiler, Programs, Tracer
 from kvjax.generation.context import Context
+from kvjax.generation.documents import Document
 from kvjax.generation.head_profiles import with_named_profiles
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.new_caches import CacheSize
