@@ -22,7 +22,7 @@ DATA, TENSOR = "data", "tensor"  # the axes of a mesh
 
 
 def all_heads(x: Array, heads: int | None, axis: int = 1) -> Array:
-    """Gathers an array of this device's heads into one of all heads of the layer, in their order.
+    """Gathers the arrays of all devices' heads into one of the whole layer, in the heads' order.
 
     If all heads are on this device, it returns `x` itself, and nothing is sent. Methods call it for
     a few numbers per slot and head, never for keys and values.

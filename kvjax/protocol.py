@@ -620,7 +620,7 @@ class KVTransform:
 
 
 class Wrapped(NamedTuple):
-    """State of a wrapper that remembers nothing itself: its base's.
+    """State of a wrapper that has no state itself: the state of its base.
 
     A wrapper that does remember something has a NamedTuple of its own with a field `base`.
     """
@@ -681,7 +681,7 @@ def takes_part(transform: KVTransform, moment: Moment) -> bool:
 
 
 def is_bound(transform: KVTransform) -> bool:
-    """Tells whether `for_layer` has nothing left to decide and gives the transform itself."""
+    """Returns whether `for_layer` gives the transform itself."""
     if type(transform).for_layer is KVTransform.for_layer:
         return True
     try:

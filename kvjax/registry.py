@@ -157,7 +157,7 @@ def parse(text: str, budget: int | float | None = None, *, defaults: bool = True
 
 
 def as_transform(transform: KVTransform | str, where: str) -> KVTransform:
-    """Returns a transform as it is, and the transform that a text names.
+    """Returns the transform that a text names; a transform is returned unchanged.
 
     Calls that are given a model take both. Calls within a model, such as `kvjax.bind` and
     `kvjax.attend`, take transforms alone.
@@ -239,7 +239,7 @@ def unparse(transform: KVTransform, *, budget: bool = True, defaults: bool = Fal
 
 
 def _literal(method: str, field: str, value: object) -> str:
-    """Writes a parameter as a Python literal; raises ValueError if it is none."""
+    """Writes a parameter as a Python literal; raises ValueError if there is no literal for it."""
     text = repr(value)
     try:
         same = ast.literal_eval(text) == value

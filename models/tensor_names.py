@@ -13,7 +13,7 @@ ParameterPath = tuple[str | int, ...]
 
 
 class Place(NamedTuple):
-    """Place of a part of a checkpoint's tensor: a parameter, or some of its rows.
+    """Where a part of a checkpoint's tensor goes: into a parameter, or into some of its rows.
 
     Attributes:
       path: path of the parameter.

@@ -21,51 +21,15 @@
 # *It runs from top to bottom on a CPU in under three minutes. In Colab, **File → Upload notebook**
 # takes this file, and **File → Open notebook → GitHub** the address of its repository.*
 
-# %% cellView="form"
-# @title Install kvjax where it is missing, and look at the devices
-# Where kvjax comes from: a wheel, the folder of a clone, or git+https://... Where nothing is said,
-# it is a clone around or beside this notebook, else a wheel beside it, else PyPI.
-ADDRESS = ""  # @param {type:"string"}
-
-import importlib.metadata
-import importlib.util
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-
-installed = {package.name for package in importlib.metadata.distributions()}
-if "kvjax" not in installed:
-    # The extra of a plugin that is there keeps JAX and the plugin at the same version.
-    plugins = {"jax-cuda12-plugin": "cuda12", "jax-cuda13-plugin": "cuda13", "libtpu": "tpu"}
-    devices = [extra for plugin, extra in plugins.items() if plugin in installed]
-    if not devices and shutil.which("nvidia-smi"):
-        devices = ["cuda12"]
-    wanted = f"kvjax[{','.join(['eval', 'gguf', *devices])}]"
-    here = Path.cwd()
-    folders = [here.parent, here, *sorted(here.iterdir())]
-    clones = [folder for folder in folders if (folder / "kvjax/__init__.pyi").exists()]
-    wheels = sorted(here.glob("kvjax-*.whl"), reverse=True)
-    place = next(iter([*filter(None, [ADDRESS]), *clones, *wheels]), None)
-    if place is not None:
-        wanted += f" @ {Path(place).resolve().as_uri() if Path(place).exists() else place}"
-    print(f"Installing {wanted}")
-    try:
-        subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", wanted])
-    except subprocess.CalledProcessError:
-        raise RuntimeError(
-            "pip says above why it could not install kvjax; if it is not there, put a clone or a "
-            "wheel of kvjax beside this notebook, or the address of one into ADDRESS"
-        ) from None
-    importlib.invalidate_caches()
-
+# %%
+# A wheel beside the notebook is found too; an address works: "kvjax[eval,gguf] @ git+https://...".
+# For a GPU add the extra cuda12 or cuda13, for a TPU tpu.
+# %pip install -q --find-links . "kvjax[eval,gguf]"
 import jax
 
 import kvjax
 
 print(f"kvjax {kvjax.__version__}, jax {jax.__version__}: {jax.devices()}")
-if shutil.which("nvidia-smi") and jax.default_backend() == "cpu":
-    print("JAX does not see this machine's GPU: restart the session and run all cells.")
 
 # %%
 import functools

@@ -168,7 +168,7 @@ def _without_rope(cache: Part) -> Part:
 
 
 def _rope_of(cache: Part, rows: Int[Array, " N"], new: Part) -> Rope | None:
-    """The frequencies of the last prompt, of which the empty rows of a cache have none."""
+    """Returns the frequencies of the last prompt, which an empty cache does not have."""
     if new.rope is None:
         return jax.tree.map(copied, cache.rope)
     if new.rope.inv_freq.ndim == 1:

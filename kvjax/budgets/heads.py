@@ -13,7 +13,7 @@ ROUNDING = 1e-9  # added before a floor: a product that rounding has left just b
 
 @dataclass(frozen=True)
 class HeadShares:
-    """Share of its tokens that each head of a group keeps, in each of some layers.
+    """The share of its tokens that each head of a group keeps, for several layers.
 
     The capacity of a cache is static: that of the largest share. The shares of one layer are part
     of its transform's state, so that these layers are equal values and share compiled code.
@@ -39,7 +39,7 @@ class HeadShares:
     budget: float
 
     def __call__(self, lengths: Int[np.ndarray, " L"]) -> Int[np.ndarray, " L"]:
-        """Returns the most slots of any of these heads for prompts of these lengths."""
+        """Returns the most slots that a head needs, for prompts of these lengths."""
         lengths, most = np.asarray(lengths), max(map(max, self.shares))
         slots = np.floor(most * lengths + ROUNDING).astype(np.int64)
         return np.minimum(lengths, np.maximum(slots, self.minimum))

@@ -51,7 +51,7 @@ class LayerBudget:
     layers: range
 
     def __call__(self, lengths: np.ndarray) -> np.ndarray:
-        """Returns the most slots that any of these layers keeps of prompts of these lengths."""
+        """Returns the most slots that a layer keeps, for prompts of these lengths."""
         return self.of_layers(lengths).max(0).reshape(np.shape(lengths))
 
     def of_layers(self, lengths: np.ndarray) -> Slots:

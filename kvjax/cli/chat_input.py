@@ -16,7 +16,7 @@ LEAVING = "press Ctrl-C again to leave; /save NAME keeps the conversation"
 
 
 class Interrupts:
-    """Counts presses of Ctrl-C while the process works, of which none ends it unannounced.
+    """Counts presses of Ctrl-C while the process works, so that none ends it unannounced.
 
     The first press asks for an end of the work, the second one shows `LEAVING`, and the third one
     ends the process at once, even while it compiles.

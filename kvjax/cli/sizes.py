@@ -29,7 +29,7 @@ class Whole(NamedTuple):
 
     @classmethod
     def instead_of(cls, planned: Plan, others: Iterable[Plan]) -> Whole | None:
-        """Finds the one instead of a method that loses tokens and takes no less memory; None: none.
+        """Finds a stored form that keeps every token and takes no more memory; None: there is none.
 
         Args:
           planned: plan of the method.
@@ -44,7 +44,7 @@ class Whole(NamedTuple):
     def instead_of_context(
         cls, model: Any, transform: kvjax.KVTransform, max_prompt: int, max_new: int
     ) -> Whole | None:
-        """Finds the one instead of a context of one row, which `kvjax.read` has yet to make."""
+        """Does so for a context of one row, which `kvjax.read` has yet to make."""
         sizes = {"max_prompt": max_prompt, "max_new": max_new, "dtype": default_dtype()}
         return cls.instead_of(plan(model, transform, **sizes), whole_plans(model, **sizes))
 

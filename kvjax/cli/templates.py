@@ -1,4 +1,4 @@
-"""Conversion of texts to tokens, as they are or as messages of the model's chat template."""
+"""Converts texts to tokens, plainly or as messages of the model's chat template."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def states_of_parts(transform: KVTransform, state: State) -> tuple[State, ...]:
 
 
 def state_of_parts(transform: KVTransform, states: tuple[State, ...]) -> State:
-    """Returns the state of a chain from those of its parts, or that of the transform alone."""
+    """Joins the states of parts into a chain's; one part has no chain, and keeps its own."""
     return states if isinstance(transform, Chain) else states[0]
 
 

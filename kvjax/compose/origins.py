@@ -25,7 +25,7 @@ _INSTALLED = {"site-packages", "dist-packages"}  # names of the folders of insta
 
 
 def origin(transform: KVTransform) -> dict[str, Any]:
-    """Describes a composition by all that may change while its text stays as it is.
+    """Describes what a composition depends on that its text does not say.
 
     Results that are kept under the text of a method are of that method only while this is equal.
 

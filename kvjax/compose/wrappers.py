@@ -206,7 +206,7 @@ def map_head_groups(
 
 
 def in_head_order(heads: Sequence[Heads], arrays: Sequence[Array]) -> Array:
-    """Joins arrays `[B, H, ...]` of head groups in the order of the heads, of which these are."""
+    """Joins arrays `[B, H, ...]` of head groups, in the order of the layer's heads."""
     order = jnp.argsort(jnp.concatenate([jnp.asarray(numbers) for numbers in heads]))
     return jnp.concatenate(arrays, axis=1)[:, order]
 

@@ -266,7 +266,7 @@ def _checksums(arrays: Sequence[Any]) -> list[str]:
 
 
 def _sample(x: Array | np.ndarray) -> Array | np.ndarray:
-    """Returns some numbers of an array as they are stored, spread over all of it."""
+    """Returns some stored numbers of an array, spread over all of it."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if not x.size:

@@ -47,7 +47,7 @@ class CacheSize(NamedTuple):
         dtype: DTypeLike | None,
         tokens: int,
     ) -> CacheSize:
-        """Returns the sizes of the caches of a model's layers, on the mesh of its parameters.
+        """Returns the sizes of a model's caches, on the mesh of its parameters.
 
         Args:
           batch: rows.

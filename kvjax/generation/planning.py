@@ -273,7 +273,7 @@ def _layer_bytes(cache: Cache) -> Bytes:
 
 
 def _part_bytes(cache: LayerCache) -> Bytes:
-    """Returns the bytes of a layer's cache, or of the cache of one of its head groups."""
+    """Returns the bytes of a cache: a layer's, or that of one head group."""
     placement, kv = cache.placement, cache.kv
     specs: Any = jax.tree.map(lambda x: PartitionSpec(), cache)
     if placement is not None:
@@ -306,7 +306,7 @@ def _part_bytes(cache: LayerCache) -> Bytes:
 def bytes_on_device(
     x: Any, mesh: Mesh | AbstractMesh | None = None, spec: PartitionSpec | None = None
 ) -> int:
-    """Returns the bytes of an array, or of a shape, on each of the devices that share it.
+    """Returns the bytes that an array or shape takes on each device that shares it.
 
     Args:
       mesh, spec: how the array is divided; without a mesh, its own sharding says so.

@@ -56,7 +56,7 @@ class EncodedPayload(ABC):
         """Sums the body's values by weights, in float32; weights are 0 where a slot is not live."""
 
     def _unchanged(self, rows: Float[Array, "B H S D"], slots: Slots) -> Int[Array, "B H S"]:
-        """Returns the slot that each slot's row had in this payload before the prompt; -1: none."""
+        """Returns the slot that held each row, unchanged, before the prompt; -1: none did."""
         if slots.source is None:
             return jnp.full(rows.shape[:3], -1, jnp.int32)
         same = self._equal(rows, self.read(jnp.maximum(slots.source, 0)))
@@ -80,7 +80,7 @@ class EncodedPayload(ABC):
         return x
 
     def _offset(self, q: Float[Array, "B K *G D"]) -> Float[Array, "B K *G"] | None:
-        """Returns the term that products of queries with keys of the body lack; None: nothing."""
+        """Returns what must be added to products of queries and keys; None: nothing."""
         return None
 
     def attention(

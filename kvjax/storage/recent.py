@@ -92,7 +92,7 @@ class Recent:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of the places that hold no row of a slot; of all places where arrays are shapes."""
+        """Returns the bytes of empty places; of all places where arrays are shapes."""
         is_shape = isinstance(self.slots, jax.ShapeDtypeStruct)
         taken = 0 if is_shape else int(self.there.sum())
         return free_bytes((self.rows, self.slots), taken, math.prod(self.slots.shape))
@@ -109,7 +109,7 @@ class Recent:
     def over(
         self, rows: Float[Array, "B K N D"], index: Int[Array, "B K N"] | None = None
     ) -> Float[Array, "B K N D"]:
-        """Replaces rows of the body, of slots `index` (None: all), by recent ones of the slots."""
+        """Replaces rows of the body by the recent rows of the same slots `index` (None: all)."""
         if index is None:
             return write_slots(rows, self.slots, self.rows)
         return self.at(self.places(index), rows)

@@ -92,7 +92,7 @@ class PyramidKV(KVTransform):
 
 @dataclass(frozen=True)
 class PyramidBudget:
-    """Schedule of PyramidKV: the budgets of all layers for prompts of each length.
+    """PyramidKV's schedule: the budgets of all layers by length of the prompt.
 
     They add up to `num_layers` times the average budget of that length. Where the average is no
     more than the window, every layer has the window. A prompt within the average budget is left

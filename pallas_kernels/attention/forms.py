@@ -1,4 +1,4 @@
-"""Stored forms of keys and values, and the readers of tiles of their rows in a kernel.
+"""Stored forms of keys and values, and how a kernel reads tiles of their rows.
 
 A form consists of its arrays, `[B, H or 1, ...]`, and of a reader. The reader is static. Inside a
 kernel it gets references to the arrays of one row and head.

@@ -338,7 +338,7 @@ class _Blocks(NamedTuple):
         )
 
     def where_masked(self, i, j, mask: Callable[[Array, T], T], x: T) -> T:
-        """Returns `mask(j, x)` if queries i do not see slots j as they are, else x.
+        """Returns `mask(j, x)` where queries i need a mask for slots j, else x.
 
         It is a loop of 0 or 1 times: a condition was a little slower on CPU. The loop adds its
         counter, 0, to j: XLA computes all that does not depend on the counter before the loop, and

@@ -164,7 +164,7 @@ def _product(x: Float[Array, "M D"], y: Float[Array, "N D"]) -> Float[Array, "M 
 
 
 def _kernel(a, b, there, best, match, *, plan: _Plan):
-    """Finds the best matches of a tile of A; refs are to the arrays of one row and head."""
+    """Finds the best matches of a tile of A; the refs hold the arrays of one row and head."""
     (a_rows, channels), b_rows = a.shape, b.shape[0]
     chunk = pl.program_id(2)
 

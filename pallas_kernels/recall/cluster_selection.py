@@ -1,4 +1,4 @@
-"""Ranking of the clusters of slots for a query, and the list of their slots."""
+"""Ranks clusters for a query, and lists their slots."""
 
 from __future__ import annotations
 

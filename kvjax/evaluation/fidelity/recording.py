@@ -151,7 +151,7 @@ def attend_to_all(
 
 
 def holds(kept: Int[Array, "B H S"], length: int) -> Bool[Array, "B H L"]:
-    """Marks which of `length` token positions are among those kept; -1 = none."""
+    """Marks which of `length` token positions are kept; -1 stands for no token."""
     mark = jax.vmap(jax.vmap(lambda at: jnp.zeros(length, bool).at[at].set(True, mode="drop")))
     # Index -1 would mark the last position; one past the end is dropped.
     return mark(jnp.where(kept >= 0, kept, length))

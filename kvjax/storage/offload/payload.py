@@ -126,7 +126,7 @@ class Offloaded:
         return self._filled(k, slots.rows), values._filled(v, slots.rows)
 
     def free_bytes(self, live: int) -> int:
-        """Returns the bytes of free slots, of the rows of no slot, and of free recent places."""
+        """Returns the bytes of free slots, of rows without a slot, and of free recent places."""
         places = math.prod(self.store.shape[:3])
         return free_bytes(self.store, live, places) + self.recent.free_bytes
 

@@ -95,7 +95,7 @@ class Channels:
 
 
 def _like(x: Float[Array, "B K *N D"], per_head: Float[Array, "B H D"]) -> Float[Array, "B K *1 D"]:
-    """Brings channels of heads into the shape of x: one for each list, with axes of size 1."""
+    """Brings the heads' channels into the shape of x: one for each list, with axes of size 1."""
     per_head = jnp.repeat(per_head, x.shape[1] // per_head.shape[1], axis=1)
     return per_head.reshape(*per_head.shape[:2], *(1,) * (x.ndim - 3), per_head.shape[2])
 

@@ -1,4 +1,4 @@
-"""Index of clusters, each of which is a range of slots."""
+"""An index of clusters, each a range of slots."""
 
 from __future__ import annotations
 
