@@ -8,6 +8,7 @@ from kvjax.cache.payload import Dense, Payload, sum_into, take_slots, write_slot
 from kvjax.cache.rearrange import compact, merge
 from kvjax.cache.selection import evictable, keep_best, newest
 from kvjax.cache.slots import Column, KVCache, append, evict
+from kvjax.calibration import Calibration, Learner
 from kvjax.checks import check_choice, check_count, check_number
 from kvjax.decisions import Decision, Keep, Mark, Merge, Order, Retain, group_scores
 from kvjax.devices import all_heads
@@ -27,6 +28,7 @@ from kvjax.transforms.snapkv import by_query_head, window_attention
 
 __all__ = [
     "Budget",
+    "Calibration",
     "Column",
     "Decision",
     "Dense",
@@ -35,6 +37,7 @@ __all__ = [
     "KVCache",
     "KVTransform",
     "Keep",
+    "Learner",
     "Mark",
     "Merge",
     "Needs",
