@@ -82,7 +82,7 @@ def transform_of(text: str, config: DecoderConfig) -> kvjax.KVTransform:
     steps = np.geomspace(1e-3, 1, PROFILE_STEPS)
     powers = np.linspace(0.5, 2, config.kv_heads)
     table = np.tile(steps ** powers[:, None], (config.num_layers, 1, 1))
-    return dataclasses.replace(transform, profile=kvjax.HeadProfile(table, "kvzip"))
+    return dataclasses.replace(transform, profile=kvjax.HeadProfile(table))
 
 
 def check_memory(config: DecoderConfig, of_plan: Plan, rows: int, tokens: int) -> None:
@@ -231,7 +231,7 @@ def model_times(variable: str, method: str, tokens: int, tiny: bool) -> dict[str
     made = []
     transform = kvjax.calibrated(
         kvjax.parse(method), model, profile_sample(tokenizer, model.config.max_positions),
-        document=tokenizer, on_profile=lambda profile, seconds: made.append(seconds),
+        document=tokenizer, on_made=lambda method, seconds: made.append(seconds),
     )  # fmt: skip
     prompt = np.resize(text, tokens).tolist()
     of_plan = planned(model, transform, tokens, 64)

@@ -44,7 +44,8 @@ def main() -> None:
         ids = tokenizer(text[: 16 * (start + tokens)]).input_ids[start : start + tokens]
         if len(ids) < tokens:
             raise ValueError(f"the text must have {start + tokens} tokens")
-        profile = kvjax.calibrate_heads(model, kvjax.KVzip(0.5), [ids], document=tokenizer)
+        by_head = kvjax.ByHead(kvjax.KVzip(0.5))
+        profile = kvjax.calibrated(by_head, model, [ids], document=tokenizer).profile
         return shares(profile.table, args.budget, 0.0).ravel()
 
     text, other = (Path(path).read_text(encoding="utf-8") for path in (args.text, args.other))

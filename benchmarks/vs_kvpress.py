@@ -579,7 +579,7 @@ def in_pieces(transform: Any, instruction: dict[str, Any]) -> Any:
             return method
         return dataclasses.replace(method, piece=instruction["piece"])
 
-    return map_methods(with_piece, transform, by_head=False)
+    return map_methods(with_piece, transform)
 
 
 SIDES = {"kvpress": Kvpress, "kvjax": Kvjax}

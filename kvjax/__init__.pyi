@@ -15,13 +15,12 @@ from .compose.chain import chain
 from .compose.in_slots import in_slots
 from .compose.ring import Ring
 from .compose.wrappers import Every, Everywhere, HeadGroups, PerLayer, WhenFull
-from .generation.calibration import calibrate_infinigen, calibrate_outlier_heads, calibrated
+from .generation.calibration import calibrated, load_calibration, save_calibration
 from .generation.chat import chat_end_tokens
 from .generation.context import Context
 from .generation.context_files import load_context, save_context
 from .generation.decode_loop import Generation
 from .generation.generate import generate, read, stream
-from .generation.head_profiles import calibrate_heads, load_profile, save_profile
 from .generation.model import FunctionalModel, LanguageModel, LayeredModel, ModelParts
 from .generation.sampling import Sampling
 from .protocol import Full, KVTransform
@@ -91,9 +90,6 @@ __all__ = [
     "WhenFull",
     "attend",
     "bind",
-    "calibrate_heads",
-    "calibrate_infinigen",
-    "calibrate_outlier_heads",
     "calibrated",
     "chain",
     "chat_end_tokens",
@@ -104,15 +100,15 @@ __all__ = [
     "init_cache",
     "kept_tokens",
     "kit",
+    "load_calibration",
     "load_context",
-    "load_profile",
     "nbytes",
     "parse",
     "put_rows",
     "read",
     "register",
+    "save_calibration",
     "save_context",
-    "save_profile",
     "stream",
     "take_rows",
     "testing",

@@ -9,6 +9,7 @@ from kvjax.cache.rearrange import compact, merge
 from kvjax.cache.record import Record
 from kvjax.cache.selection import evictable, keep_best, newest
 from kvjax.cache.slots import Column, KVCache, append, evict
+from kvjax.calibration import Calibration, Learner
 from kvjax.checks import check_choice, check_count, check_number
 from kvjax.decisions import Decision, Keep, Mark, Merge, Order, Retain, group_scores
 from kvjax.devices import all_heads
@@ -35,6 +36,7 @@ from kvjax.transforms.snapkv import by_query_head, window_attention
 __all__ = [
     "Asking",
     "Budget",
+    "Calibration",
     "Chunk",
     "Column",
     "Decision",
@@ -47,6 +49,7 @@ __all__ = [
     "KVCache",
     "KVTransform",
     "Keep",
+    "Learner",
     "Look",
     "Mark",
     "Merge",

@@ -518,7 +518,7 @@ class KVTransform:
     Class attributes:
       stage: where it stands in a chain.
       paper: name and arXiv number, for listings.
-      unscored: parameters that change no score, so that a profile of heads (`ByHead`) serves all.
+      unscored: parameters that change no score, so that one calibration serves all their values.
       couples_heads: whether a head's decision depends on other heads of the layer.
     """
 

@@ -29,7 +29,7 @@ from kvjax.cache.payload import Dense
 from kvjax.cache.record import Record
 from kvjax.cache.rope import Rope
 from kvjax.cache.slots import Column, KVCache
-from kvjax.compose.by_head import HeadProfile
+from kvjax.calibration import Learner
 from kvjax.compose.chain import Chain
 from kvjax.compose.ring import Ring
 from kvjax.compose.wrappers import HeadGroups, Repeated
@@ -45,10 +45,9 @@ from kvjax.storage.quantize.payload import Form, Quantized
 from kvjax.storage.recent import Recent
 from kvjax.transforms.cam import CaMState
 from kvjax.transforms.chelsea.chelsea import Passes
-from kvjax.transforms.chelsea.outlier_heads import OutlierHeads, RemainingBudget
+from kvjax.transforms.chelsea.outlier_heads import RemainingBudget
 from kvjax.transforms.clusterkv.clusters import Clusters
 from kvjax.transforms.document_budget import Documents
-from kvjax.transforms.infinigen.projections import InfiniGenCalibration
 from kvjax.transforms.kvcrush.kvcrush import KVCrushState
 from kvjax.transforms.pyramidinfer.pyramidinfer import (
     Generated,
@@ -75,10 +74,9 @@ NODES = {
 VALUES = {
     value.__name__: value
     for value in (
-        Book, Chain, CosineBudget, Form, HeadGroups, HeadProfile, HeadShares,
-        InfiniGenCalibration, LayerBudget,
-        LayerEviction, OutlierHeads, Placement, PyramidBudget, PyramidInferLayer,
-        PyramidInferPrompt, RemainingBudget, Ring, Share, SpindleBudget, TokensEntering,
+        Book, Chain, CosineBudget, Form, HeadGroups, HeadShares, LayerBudget, LayerEviction,
+        Placement, PyramidBudget, PyramidInferLayer, PyramidInferPrompt, RemainingBudget, Ring,
+        Share, SpindleBudget, TokensEntering,
     )
 }  # fmt: skip
 
@@ -140,16 +138,23 @@ def from_json(content: Any) -> Any:
     if form == "mesh":
         shape, devices = value
         return _mesh(shape, devices)
-    known = METHODS | WRAPPERS | STORAGE if form == "method" else VALUES
+    known = METHODS | WRAPPERS | STORAGE if form == "method" else _values()
     if value not in known:
         hint = " (kvjax.register gives a method its name)" if form == "method" else ""
         raise ValueError(f"a program names the {form} {brief(value)}, which is unknown here{hint}")
     return known[value](**{name: from_json(x) for name, x in content["fields"].items()})
 
 
+def _values() -> dict[str, type]:
+    """Returns `VALUES`, and the classes of what methods with a name learn."""
+    methods = (METHODS | WRAPPERS | STORAGE).values()
+    learned = (method.learns[1] for method in methods if issubclass(method, Learner))
+    return {kind.__name__: kind for kind in learned} | VALUES
+
+
 def _name(value: Any) -> dict[str, str]:
     """Returns how JSON names the class of a value."""
-    if VALUES.get(type(value).__name__) is type(value):
+    if _values().get(type(value).__name__) is type(value):
         return {"value": type(value).__name__}
     for name, method in (METHODS | WRAPPERS | STORAGE).items():
         if method is type(value):

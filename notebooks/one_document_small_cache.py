@@ -74,8 +74,8 @@ print(f"{len(document):,} tokens, {len(questions)} questions")
 # %% [markdown]
 # ## What each head looks up
 #
-# `kvjax.calibrate_heads` lets the model repeat a text, scores its tokens in all heads, and notes
-# which share of its tokens each head keeps at any budget. The picture shows the profiles of two
+# `kvjax.calibrated` lets the model repeat a text, scores its tokens in all heads, and notes which
+# share of its tokens each head keeps at any budget. The picture shows the profiles of two
 # texts over each other: pages of documentation, and docstrings. The shares are the model's, and
 # hardly the text's. So the profile is made once, from any text.
 
@@ -84,8 +84,9 @@ texts = {
     "documentation": tokenizer(demo.document().text).input_ids[:1024],
     "docstrings": tokenizer(held_out).input_ids[-1024:],
 }
+by_head = kvjax.ByHead(kvjax.KVzip(0.05))
 profiles = {
-    name: kvjax.calibrate_heads(model, kvjax.KVzip(0.05), [text], document=tokenizer)
+    name: kvjax.calibrated(by_head, model, [text], document=tokenizer).profile
     for name, text in texts.items()
 }
 figure, axes = plt.subplots(figsize=(7.2, 2.8), layout="constrained")

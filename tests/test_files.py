@@ -17,7 +17,7 @@ from kvjax.files import write_whole
 from tests.generation.test_generate import model
 
 TEXTS = [letter * 200_000 for letter in "abc"]
-PROFILES = [kvjax.HeadProfile(np.full((2, 2, 3000), 1.0), name) for name in ("kvzip", "snapkv")]
+PROFILES = [kvjax.HeadProfile(np.full((2, 2, steps), 1.0)) for steps in (3000, 4000)]
 posix = pytest.mark.skipif(os.name != "posix", reason="files have no such permissions here")
 
 
@@ -29,18 +29,19 @@ def read_text(path: Path) -> None:
     assert path.read_text() in TEXTS
 
 
-def save_profile(path: Path, number: int) -> None:
-    kvjax.save_profile(path, PROFILES[number % 2], model())
+def save_calibration(path: Path, number: int) -> None:
+    by_head = kvjax.ByHead(kvjax.KVzip(0.5), PROFILES[number % 2])
+    kvjax.save_calibration(path, by_head, model())
 
 
-def load_profile(path: Path) -> None:
-    assert kvjax.load_profile(path, model()) in PROFILES
+def load_calibration(path: Path) -> None:
+    assert kvjax.load_calibration(path, model()) in PROFILES
 
 
 @pytest.mark.parametrize(
     ("write", "read"),
-    [(write_text, read_text), (save_profile, load_profile)],
-    ids=["write_whole", "save_profile"],
+    [(write_text, read_text), (save_calibration, load_calibration)],
+    ids=["write_whole", "save_calibration"],
 )
 def test_three_threads_write_one_file_and_a_reader_sees_whole_ones(
     tmp_path, write: Callable[[Path, int], None], read: Callable[[Path], None]
@@ -112,17 +113,3 @@ def test_a_write_that_fails_leaves_the_file_and_nothing_else(tmp_path, monkeypat
     with pytest.raises(OSError, match=r"No space left on device: '.*file'"):
         write_whole(path, "later")
     assert [(x.name, x.read_text()) for x in tmp_path.iterdir()] == [("file", "earlier")]
-
-
-def test_a_calibration_is_written_whole(tmp_path, monkeypatch):
-    path = tmp_path / "projections"
-    calibration = kvjax.InfiniGenCalibration(np.ones((2, 2, 8, 2), np.float32))
-    calibration.save(path)
-
-    def fails(*_, **__):
-        raise MemoryError
-
-    monkeypatch.setattr(np, "savez", fails)
-    with pytest.raises(MemoryError):
-        kvjax.InfiniGenCalibration(np.zeros((2, 2, 8, 2), np.float32)).save(path)
-    assert kvjax.InfiniGenCalibration.load(path) == calibration

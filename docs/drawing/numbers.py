@@ -160,7 +160,8 @@ def shares_of_heads(material: Material, budget: float = 0.1, tokens: int = 1024)
     profiles = {}
     for name, text in texts.items():
         sample = tokenizer(text, add_special_tokens=False).input_ids[:tokens]
-        profiles[name] = kvjax.calibrate_heads(material.model, kvjax.KVzip(budget), [sample])
+        by_head = kvjax.ByHead(kvjax.KVzip(budget))
+        profiles[name] = kvjax.calibrated(by_head, material.model, [sample]).profile
     figure, axes = new_figure(2.8)
     plot.head_shares(axes, profiles, budget)
     return figure

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -49,7 +49,7 @@ def ladder(
       smallest: share of all scores above the first threshold.
 
     Raises:
-      ValueError: scores that `profile` refuses; fewer than two steps; a share outside (0, 1).
+      ValueError: scores that `profile` refuses.
 
     Example:
       >>> import numpy as np
@@ -58,10 +58,6 @@ def ladder(
       [95.0, 79.0, -inf]
     """
     scores = _checked(scores)
-    if steps < 2:
-        raise ValueError(f"a ladder has at least 2 steps, got {steps}")
-    if not 0 < smallest < 1:
-        raise ValueError(f"the smallest share must lie in (0, 1), got {smallest}")
     falling = np.sort(np.concatenate([x.ravel() for x in scores]))[::-1]
     above = np.floor(np.geomspace(smallest, 1, steps)[:-1] * falling.size + ROUNDING).astype(int)
     return np.append(falling[above], -np.inf)
@@ -87,8 +83,7 @@ def profile(
       The shares, float64. They grow with k, to 1.
 
     Raises:
-      ValueError: no text, scores that are not `[N, H, S]` with the same N and H, without a token or
-        with NaN; thresholds that do not fall to minus infinity.
+      ValueError: scores with NaN.
 
     Example:
       >>> import numpy as np
@@ -98,9 +93,6 @@ def profile(
       [[[0.5, 0.75, 1.0], [0.0, 0.5, 1.0]]]
     """
     scores, thresholds = _checked(scores), np.asarray(thresholds, np.float64)
-    falls = thresholds.ndim == 1 and thresholds.size and not (np.diff(thresholds) > 0).any()
-    if not falls or thresholds[-1] != -np.inf:
-        raise ValueError(f"thresholds must fall to minus infinity, got {thresholds.tolist()}")
     # A score of minus infinity is above the last threshold, too: it means every token.
     by_text = [
         np.stack([((x > t) | (t == -np.inf)).mean(2) for t in thresholds], -1) for x in scores
@@ -176,10 +168,6 @@ def rectangles(
     Returns:
       The rectangles, the largest slots first. Each head is in one of them.
 
-    Raises:
-      ValueError: no heads, or shares outside [0, 1]; fewer than one rectangle; a negative number of
-        tokens or slots to save, or a minimum below 1.
-
     Example:
       >>> import numpy as np
       >>> from kvjax.budgets.profile import rectangles
@@ -189,36 +177,15 @@ def rectangles(
       Rectangle(heads=(0, 2, 3), slots=60)
     """
     each = np.asarray(shares_of_layer, np.float64)
-    if each.ndim != 1 or not each.size or not ((each >= 0) & (each <= 1)).all():
-        raise ValueError(
-            f"shares must be numbers in [0, 1], one for each head, got {each.tolist()}"
-        )
-    if at_most < 1 or tokens < 0 or minimum < 1 or not saves >= 0:
-        raise ValueError(
-            "rectangles takes at_most >= 1, tokens >= 0, minimum >= 1 and saves >= 0, got "
-            f"{at_most}, {tokens}, {minimum} and {saves}"
-        )
     needed = np.maximum(np.floor(each * tokens + ROUNDING).astype(int), minimum).tolist()
     order = sorted(range(each.size), key=lambda head: (-needed[head], head))
 
-    @functools.cache
-    def best(first: int, groups: int) -> tuple[float, int, tuple[int, ...]]:
-        """The heads from `first` on in so many groups: slots in total, groups, and their ends."""
-        if first == len(order):
-            return 0, 0, ()
-        if not groups:
-            return math.inf, 0, ()
-        ways = []
-        for end in range(first + 1, len(order) + 1):
-            total, others, ends = best(end, groups - 1)
-            total += (end - first) * needed[order[first]] + saves
-            ways.append((total, 1 + others, (end, *ends)))
-        return min(ways)
+    def cost(first: int, end: int) -> float:
+        return (end - first) * needed[order[first]] + saves
 
-    ends = best(0, min(at_most, len(order)))[2]
     return tuple(
         Rectangle(tuple(sorted(order[first:end])), needed[order[first]])
-        for first, end in zip((0, *ends), ends, strict=False)
+        for first, end in _runs(len(order), at_most, cost)
     )
 
 
@@ -270,7 +237,7 @@ def layouts(
     """
     ranked = -np.sort(-np.asarray(shares_of_layers, np.float64), axis=1)
     by_need = np.argsort(ranked.sum(1), kind="stable").tolist()
-    count, saved = len(by_need), saves * tokens * ranked.sum()
+    saved = saves * tokens * ranked.sum()
 
     @functools.cache
     def shared(first: int, end: int) -> tuple[Rectangle, ...]:
@@ -278,36 +245,48 @@ def layouts(
         largest = ranked[by_need[first:end]].max(0)
         return rectangles(largest, tokens, at_most=at_most, saves=saved)
 
+    def cost(first: int, end: int) -> float:
+        slots = sum(len(r.heads) * r.slots + saved for r in shared(first, end))
+        return (end - first) * slots + saved
+
+    return tuple(
+        Layout(tuple(sorted(by_need[first:end])), shared(first, end))
+        for first, end in _runs(len(by_need), kinds, cost)
+    )
+
+
+def _runs(count: int, at_most: int, cost: Callable[[int, int], float]) -> Iterator[tuple[int, int]]:
+    """Cuts a sequence into so few runs that their costs are least in all.
+
+    Among equally good ways, the one with the fewest runs is taken, then the one whose first runs
+    are the shortest.
+
+    Args:
+      count: length of the sequence.
+      at_most: number of runs.
+      cost: of the run from `first` to `end - 1`.
+    """
+
     @functools.cache
     def best(first: int, left: int) -> tuple[float, int, tuple[int, ...]]:
-        """The layers from `first` on in so many layouts: slots in all, layouts, and their ends."""
+        """The sequence from `first` on in so many runs: their cost, number, and ends."""
         if first == count:
             return 0, 0, ()
         if not left:
             return math.inf, 0, ()
         ways = []
         for end in range(first + 1, count + 1):
-            slots = sum(len(r.heads) * r.slots + saved for r in shared(first, end))
             others, more, ends = best(end, left - 1)
-            total = (end - first) * slots + saved + others
-            ways.append((total, 1 + more, (end, *ends)))
+            ways.append((cost(first, end) + others, 1 + more, (end, *ends)))
         return min(ways)
 
-    ends = best(0, min(kinds, count))[2]
-    return tuple(
-        Layout(tuple(sorted(by_need[first:end])), shared(first, end))
-        for first, end in zip((0, *ends), ends, strict=False)
-    )
+    ends = best(0, min(at_most, count))[2]
+    return zip((0, *ends), ends, strict=False)
 
 
 def _checked(scores: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Returns the scores in float64, or raises ValueError."""
     scores = [np.asarray(x, np.float64) for x in scores]
-    shapes = [x.shape for x in scores]
-    if not scores or any(x.ndim != 3 or not x.size for x in scores):
-        raise ValueError(f"scores must be [layers, KV heads, tokens] of each text, got {shapes}")
-    if len({shape[:2] for shape in shapes}) > 1:
-        raise ValueError(f"all texts must have the same layers and KV heads, got {shapes}")
     if any(np.isnan(x).any() for x in scores):
         raise ValueError("scores must be numbers, got NaN")
     return scores

@@ -19,7 +19,7 @@ from kvjax.checks import check_count
 from kvjax.cli import options
 from kvjax.cli.bench_table import print_report
 from kvjax.cli.inputs import model_path
-from kvjax.cli.opened import check_counts, model_name, profiled
+from kvjax.cli.opened import calibrated, check_counts, model_name
 from kvjax.cli.plan_command import looked_up_bytes
 from kvjax.cli.terminal import Display, print_dropped
 from kvjax.evaluation.cells.grid import Candidate
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> None:
         if tokenizer is not None:
             text = tokenizer(demo.held_out_text(), add_special_tokens=False).input_ids
             methods = {
-                name: profiled(tx, model, tokenizer, config.max_positions, display)
+                name: calibrated(tx, model, tokenizer, config.max_positions, display)
                 for name, tx in methods.items()
             }
         report = measure_speed(

@@ -17,7 +17,7 @@ from kvjax.cli.opened import OpenedModel, check_counts, check_sampling
 from kvjax.cli.saved import Conversation, Room, Saved, absolute_model, check_out
 from kvjax.cli.sizes import Whole, kept_and_room
 from kvjax.cli.terminal import Display, print_line
-from kvjax.generation.context_files import check_saved, holds_context
+from kvjax.generation.context_files import holds_context
 from kvjax.messages import did_you_mean, printable
 
 COMMANDS = ("/bytes", "/save", "/reset", "/quit")
@@ -124,7 +124,7 @@ class Chat:
                 transform = kvjax.in_slots(candidate.transform, self._room.prompt)
                 opened.bind(transform)
                 self._model = opened.load(args)
-                self._transform = opened.with_profiles(transform, self._model)
+                self._transform = opened.calibrated(transform, self._model)
                 whole = Whole.instead_of_context(
                     self._model, self._transform, self._room.prompt, self._room.new
                 )
@@ -248,7 +248,6 @@ class Chat:
         same = self._folder is not None and folder.resolve() == self._folder.resolve()
         if not same and holds_context(folder):
             raise ValueError(f"{folder} holds another context, and stays as it is")
-        check_saved(self._context.transform)
         with Display() as display:
             display.show(0, None, f"writing {folder}")
             kvjax.save_context(

@@ -9,21 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import kvjax
+from kvjax.calibration import Learner
 from kvjax.checks import check_count
 from kvjax.cli import compilation_cache
 from kvjax.cli.inputs import model_path
 from kvjax.cli.templates import Dialogue
 from kvjax.cli.terminal import Display, print_line
 from kvjax.files import user_cache
-from kvjax.generation.calibration import CALIBRATION_TOKENS
+from kvjax.generation.calibration import (
+    CALIBRATION_TOKENS,
+    KEPT,
+    SAMPLE_TEXTS,
+    completed,
+    sample_of,
+    with_named,
+)
 from kvjax.generation.chat import begins_twice
 from kvjax.generation.continuation import TextDecoder
-from kvjax.generation.head_profiles import (
-    SAMPLE_TEXTS,
-    sample_of,
-    with_profiles,
-    with_profiles_of_files,
-)
 from kvjax.generation.model import as_functional
 from kvjax.generation.sampling import unsupported_settings
 from kvjax.messages import brief, printable
@@ -73,10 +75,10 @@ class OpenedModel:
         """Returns a transform for each layer, for checks; layers with a window have rings.
 
         Raises:
-          ValueError: a profile's file cannot be read, or does not fit the model and the method.
+          ValueError: the file of a calibration holds none that fits the model and the method.
         """
         config = self.config
-        transform = with_profiles_of_files(transform, config.num_layers, config.kv_heads)
+        transform = with_named(transform, config, weights=False)
         return kvjax.bind(transform, config.num_layers, config.windows)
 
     def sampling(
@@ -120,24 +122,18 @@ class OpenedModel:
             )  # fmt: skip
         return kvjax.Sampling(**options)
 
-    def profile_sample(self) -> list[list[int]]:
-        """Returns the texts from which profiles of heads are made."""
-        return profile_sample(self.tokenizer, self.config.max_positions)
-
     def calibrated(
-        self, transform: kvjax.KVTransform, model: Any, prompt: Sequence[int]
+        self, transform: kvjax.KVTransform, model: Any, prompt: Sequence[int] | None = None
     ) -> kvjax.KVTransform:
-        """Returns a transform with what it needs of the model.
+        """Returns a transform that has learned from the model, as far as it can: see `calibrated`.
 
-        Calibrations are made on the first tokens of the prompt. A profile of heads is found in the
-        user's cache, or made from the bundled model's text, and a line on standard error says so.
+        Args:
+          prompt: its first tokens are the sample of what is not kept in the user's cache; None:
+            that stays missing.
         """
-        transform = self.with_profiles(transform, model)
-        return kvjax.calibrated(transform, model, [prompt[:CALIBRATION_TOKENS]])
-
-    def with_profiles(self, transform: kvjax.KVTransform, model: Any) -> kvjax.KVTransform:
-        """Returns a transform with the profiles of heads that it needs: see `profiled`."""
-        return profiled(transform, model, self.tokenizer, self.config.max_positions, self._display)
+        return calibrated(
+            transform, model, self.tokenizer, self.config.max_positions, self._display, prompt
+        )
 
     def load(self, args: argparse.Namespace) -> Any:
         """Loads the model with its weights; compiled code is kept for the next process."""
@@ -147,37 +143,48 @@ class OpenedModel:
         return from_pretrained(self.path, allow_nonfinite=args.allow_nonfinite)
 
 
-def profiled(
+def calibrated(
     transform: kvjax.KVTransform,
     model: Any,
     tokenizer: Any,
     max_positions: int | None,
     display: Display,
+    prompt: Sequence[int] | None = None,
 ) -> kvjax.KVTransform:
-    """Returns a transform in which every `ByHead` has a profile of the model.
+    """Returns a transform that has learned from the model.
 
-    It is found in the user's cache, or made from the bundled model's text, and a line on standard
-    error says so.
+    What belongs to a model and hardly to a text, such as a profile of heads, is found in the user's
+    cache, or made from the bundled model's text, and a line on standard error says so. The rest is
+    made from the first tokens of the prompt; without one, it stays missing.
     """
 
-    def sample() -> list[list[int]]:
-        display.show(0, None, "measuring the model's heads")
-        return profile_sample(tokenizer, max_positions)
+    layers, measuring = as_functional(model).num_layers, None
 
-    def print_made(profile: kvjax.HeadProfile, seconds: float) -> None:
-        place = user_cache()
-        kept = "" if place is None else f"; it is kept in {place / 'profiles'}"
+    def sample(method: Learner) -> list[Sequence[int]] | None:
+        nonlocal measuring
+        texts = [prompt[:CALIBRATION_TOKENS]] if prompt is not None else None
+        if method.kept:
+            texts = kept_sample(tokenizer, max_positions)
+        measuring = None if texts is None else display.measuring(layers, len(texts))
+        return texts
+
+    def print_made(method: Learner, seconds: float) -> None:
+        if not method.kept:
+            return
+        place, name = user_cache(), kvjax.unparse(method.source(), budget=False)
+        kept = "" if place is None else f"; that is kept in {place / KEPT}"
         display.line(
-            f"made a profile of the model's heads by the scores of {profile.method}, from "
-            f"{SAMPLE_TEXTS} pieces of the bundled model's text, in {seconds:.0f} s{kept}"
+            f"calibrated {name} from {SAMPLE_TEXTS} pieces of the bundled model's text in "
+            f"{seconds:.0f} s{kept}"
         )
 
-    on_layer = display.measuring(as_functional(model).num_layers, SAMPLE_TEXTS)
-    return with_profiles(transform, model, sample, tokenizer, print_made, on_layer)
+    return completed(
+        transform, model, sample, tokenizer, print_made, lambda layer: measuring(layer)
+    )
 
 
-def profile_sample(tokenizer: Any, max_positions: int | None) -> list[list[int]]:
-    """Returns the texts from which profiles of heads are made, in the tokens of a model."""
+def kept_sample(tokenizer: Any, max_positions: int | None) -> list[Sequence[int]]:
+    """Returns the texts from which what is kept is made, in the tokens of a model."""
     from kvjax.models import demo
 
     text = tokenizer(demo.held_out_text(), add_special_tokens=False).input_ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -15,10 +16,10 @@ from kvjax.budgets.profile import shares
 from kvjax.checks import check_count
 from kvjax.cli import options
 from kvjax.cli.inputs import check_text, read_text
-from kvjax.cli.opened import OpenedModel
+from kvjax.cli.opened import OpenedModel, kept_sample
 from kvjax.cli.terminal import Display
 from kvjax.files import check_folder, writing
-from kvjax.generation.head_profiles import sample_of
+from kvjax.generation.calibration import measured, sample_of
 
 DESCRIPTION = """\
 Reads pieces of a text, scores their tokens by a method, and writes which share
@@ -50,30 +51,32 @@ def run(args: argparse.Namespace) -> None:
     check_folder(out.parent)
     if out.is_dir():
         raise ValueError(f"--out must be a file, got the folder {out}")
-    method = kvjax.parse(args.method, options.BUDGET)
+    by_head = kvjax.ByHead(kvjax.parse(args.method, options.BUDGET))
+    method = kvjax.unparse(by_head.method, budget=False)
     text = None if args.text is None else check_text(read_text(args.text), "--text")
     with Display(not args.json) as display:
         opened = OpenedModel(args.model, display)
-        sample = opened.profile_sample() if text is None else sample_of(
-            opened.tokenizer(text, add_special_tokens=False).input_ids,
-            opened.config.max_positions,
+        max_positions = opened.config.max_positions
+        sample = kept_sample(opened.tokenizer, max_positions) if text is None else sample_of(
+            opened.tokenizer(text, add_special_tokens=False).input_ids, max_positions
         )  # fmt: skip
         check_count("tokens of each piece of --text", len(sample[0]), 8)
         model = opened.load(args)
         display.show(0, None, f"reading {len(sample)} pieces of {len(sample[0]):,} tokens")
         start = time.monotonic()
-        profile = kvjax.calibrate_heads(
-            model, method, sample, document=opened.tokenizer,
-            on_layer=display.measuring(model.num_layers, len(sample)),
+        profile = measured(
+            by_head, model, sample, opened.tokenizer,
+            display.measuring(model.num_layers, len(sample)),
         )  # fmt: skip
         seconds = time.monotonic() - start
         with writing(out):
             out.parent.mkdir(parents=True, exist_ok=True)
-        kvjax.save_profile(out, profile, model)
+        by_head = dataclasses.replace(by_head, profile=profile)
+        kvjax.save_calibration(out, by_head, model)
     layers, heads, _ = profile.table.shape
     each = {budget: np.sort(shares(profile.table, budget), None) for budget in _BUDGETS}
     record = {
-        "model": opened.name, "method": profile.method, "out": args.out,
+        "model": opened.name, "method": method, "out": args.out,
         "pieces": len(sample), "tokens": len(sample[0]), "layers": layers, "kv_heads": heads,
         "seconds": seconds, "bytes": out.stat().st_size,
         "largest_share": {str(budget): float(x[-1]) for budget, x in each.items()},
@@ -83,7 +86,7 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps(record))
         return
     print(
-        f"{args.out}: {layers} layers of {heads} KV heads by the scores of {profile.method}, made "
+        f"{args.out}: {layers} layers of {heads} KV heads by the scores of {method}, made "
         f"from {len(sample)} pieces of {len(sample[0]):,} tokens in {seconds:.0f} s, "
         f"{decimal(record['bytes'])}"
     )

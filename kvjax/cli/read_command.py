@@ -17,7 +17,6 @@ from kvjax.cli.saved import Saved, absolute_model, check_out
 from kvjax.cli.sizes import Whole, kept_and_room
 from kvjax.cli.terminal import Display, print_dropped, print_line, share
 from kvjax.compose.walks import walk
-from kvjax.generation.context_files import check_saved
 from kvjax.generation.prompt_checks import check_prompts, longest_turn
 from kvjax.messages import brief
 from kvjax.protocol import Stage
@@ -63,7 +62,6 @@ def run(args: argparse.Namespace) -> None:
     check_counts(args, "max_questions", "max_new")
     candidate, out = options.candidate(args), Path(args.out)
     check_out(out)
-    check_saved(candidate.transform)
     text = check_text(read_text(args.document), "the document")
     with Display(not args.json) as display:
         opened = OpenedModel(args.model, display)

@@ -93,12 +93,12 @@ class Display(progress.Progress):
         return None if self.disable else show
 
     def measuring(self, layers: int, texts: int) -> Callable[[int], None]:
-        """Returns an `on_layer` for `kvjax.calibrate_heads`."""
+        """Returns an `on_layer` for `kvjax.calibrated`."""
         steps = itertools.count()
 
         def show(layer: int) -> None:
             text, total = next(steps) // layers, layers * texts
-            work = f"measuring heads, once per model: text {text + 1} of {texts}, layer {layer + 1}"
+            work = f"measuring the model: text {text + 1} of {texts}, layer {layer + 1}"
             self.show(text * layers + layer + 1, total, f"{work} of {layers}")
 
         return show

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvjax.calibration import Learner
 from kvjax.checks import check_count
 from kvjax.compose.chain import Chain, chain
 from kvjax.compose.ring import Ring
-from kvjax.compose.walks import chosen, inner_transforms, walk
-from kvjax.compose.wrappers import Everywhere, HeadGroups, by_head_groups
+from kvjax.compose.walks import chosen, inner_transforms, map_methods, walk
+from kvjax.compose.wrappers import Everywhere, HeadGroups, MethodHeads, by_head_groups
 from kvjax.messages import brief
 from kvjax.protocol import KVTransform, Stage, check_transform
 
@@ -21,7 +22,8 @@ def bind(
 ) -> tuple[KVTransform, ...]:
     """Returns one transform per layer, and rings for layers with sliding windows.
 
-    Layer i has `transform.for_layer(i, num_layers)`.
+    Layer i has `transform.for_layer(i, num_layers)`. In head groups, a method has the part of its
+    calibration that is for its heads.
 
     A layer with a sliding window that is shorter than a text may become is a `Ring`, whatever the
     method does in other layers: it holds the tokens of its window, exactly, and no others. How the
@@ -66,8 +68,17 @@ def bind(
             check_count(f"the window of layer {layer}", window, 1)
             if max_tokens is None or window < max_tokens:
                 bound = _ring(window, transform, layer, num_layers)
+        if isinstance(bound, HeadGroups):
+            bound = map_methods(_of_heads, bound)
         layers.append(bound)
     return tuple(layers)
+
+
+def _of_heads(method: KVTransform, heads: MethodHeads) -> KVTransform:
+    """Cuts what a method has learned to its heads; a function for `map_methods`."""
+    if not isinstance(method, Learner) or method.lacks_calibration or method.learned is None:
+        return method
+    return method.with_learned(method.learned.of_heads(heads))
 
 
 def _ring(window: int, transform: KVTransform, layer: int, num_layers: int) -> KVTransform:

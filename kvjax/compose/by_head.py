@@ -4,68 +4,59 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-from dataclasses import dataclass, field
-from typing import NoReturn
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
 from kvjax.budgets.heads import HeadShares
-from kvjax.budgets.profile import SAFEGUARD, layouts, shares
+from kvjax.budgets.profile import SAFEGUARD, ladder, layouts, profile, shares
 from kvjax.cache.slots import KVCache
+from kvjax.calibration import Calibration, Learner
 from kvjax.checks import check_part
 from kvjax.compose.chain import chain, parts_of
 from kvjax.compose.foreseen import foreseen
 from kvjax.compose.walks import MethodHeads, map_methods, walk
 from kvjax.compose.wrappers import HeadGroups, LayerChoice
+from kvjax.decisions import made_by
 from kvjax.messages import brief
-from kvjax.protocol import Extent, KVTransform, Needs, Stage, check_transform
+from kvjax.protocol import Extent, KVTransform, Needs, Stage, State, Step, check_transform
 
 _TOKENS = 10_000  # of which rectangles are made: shares are rounded to such parts
 
 
-@dataclass(frozen=True, eq=False)
-class HeadProfile:
-    """Shares of the heads of a model, for all budgets: `calibrate_heads` makes it.
+@dataclass(frozen=True)
+class HeadProfile(Calibration):
+    """Shares of a budget that the heads of a model need, for all budgets at once.
 
-    Profiles with equal numbers are equal, and they are hashable.
+    The model reads each text of a sample of a thousand tokens or more, and the method scores its
+    tokens. The scores of all heads of all layers together make a ladder of thresholds. A head's
+    share at a threshold is that of its tokens with higher scores, averaged over the texts; see
+    `kvjax.budgets.profile`.
+
+    Layers with sliding windows hold their windows, whatever the method does elsewhere (`bind`). So
+    the layers without one share the budget; heads of the others get the mean share, for texts that
+    are no longer than a window.
 
     Args:
       table: share of its tokens that each head keeps, for growing budgets, `[layers, KV heads,
-        steps]`; see `kvjax.budgets.profile`. It is kept in float32.
-      method: text form of the method whose scores it comes from, without its budget.
+        steps]`; see `kvjax.budgets.profile`.
 
     Raises:
       ValueError: the table is not a profile of heads.
     """
 
     table: Float[np.ndarray, "N H K"]
-    method: str
-    _digest: bytes = field(init=False, repr=False)
 
     def __post_init__(self):
-        table = np.array(self.table, np.float32)
-        shares(table, 1.0)  # raises unless it is a profile
-        table.setflags(write=False)
-        digest = hashlib.sha256(repr((table.shape, self.method)).encode() + table.tobytes())
-        object.__setattr__(self, "table", table)
-        object.__setattr__(self, "_digest", digest.digest())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, HeadProfile) and self._digest == other._digest
-
-    def __hash__(self) -> int:
-        return hash(self._digest)
-
-    def __repr__(self) -> str:
-        layers, heads, _ = self.table.shape
-        numbers = f"layers={layers}, kv_heads={heads}, id={self._digest.hex()[:8]}"
-        return f"HeadProfile({self.method!r}, {numbers})"
+        super().__post_init__()
+        shares(self.table, 1.0)  # raises where it is no profile
 
 
 @dataclass(frozen=True)
-class ByHead(LayerChoice):
+class ByHead(LayerChoice, Learner):
     """Shares the budget of a method among all heads of all layers, by a profile of the model.
 
     All heads get a part of the budget alike, `safeguard`, and the rest as the profile shares it at
@@ -75,8 +66,8 @@ class ByHead(LayerChoice):
 
     Args:
       base: a method with a budget that is a share, or a chain with one such method.
-      profile: of the model that the transform is for, from `kvjax.calibrate_heads` or
-        `kvjax.load_profile`; or the path of its file. None, or a path: `kvjax.calibrated` finds it.
+      profile: of the model that the transform is for, or the path of its file. None:
+        `kvjax.calibrated` makes it, or finds it in the user's cache.
       safeguard: part of the budget that all heads get alike, from 0 to 1; 0.2. Without it, heads
         that the profile hardly counts would have no token but sinks, and answers suffer.
 
@@ -87,7 +78,7 @@ class ByHead(LayerChoice):
     Example:
       >>> import kvjax, numpy as np
       >>> table = np.array([[[0.8, 1.0], [0.0, 1.0]], [[0.2, 1.0], [0.4, 1.0]]])
-      >>> tx = kvjax.ByHead(kvjax.KVzip(0.35), kvjax.HeadProfile(table, "kvzip"))
+      >>> tx = kvjax.ByHead(kvjax.KVzip(0.35), kvjax.HeadProfile(table))
       >>> caches = [
       ...     kvjax.init_cache(layer, batch=1, kv_heads=2, head_dim=4, max_prompt=2000, max_new=0,
       ...                      layer=i) for i, layer in enumerate(kvjax.bind(tx, 2))]
@@ -103,19 +94,18 @@ class ByHead(LayerChoice):
     profile: HeadProfile | str | None = None
     safeguard: float = SAFEGUARD
 
+    learns = ("profile", HeadProfile)
+    kept: ClassVar[bool] = True
+    unscored: ClassVar[tuple[str, ...]] = ("safeguard",)
     stage = property(lambda self: self.base.stage)
 
     def __post_init__(self):
         check_transform(self.base, "ByHead")
-        if not isinstance(self.profile, HeadProfile | str | None):
-            raise TypeError(
-                f"profile must be a kvjax.HeadProfile or the path of one, got {brief(self.profile)}"
-            )
+        self.check_learned()
         check_part("safeguard", self.safeguard)
         _ = self.method  # raises where there is none
         try:
             whole = map_methods(_WithShares(((1.0,),), (0,)), self.base)
-            # What stands behind may need a calibration, which comes with the profile.
             foreseen(chain(*(x for x in parts_of(whole) if x.stage == Stage.EVICT)), "prompt")
         except TypeError as error:
             raise ValueError(
@@ -134,6 +124,43 @@ class ByHead(LayerChoice):
             )
         return shared[0]
 
+    def source(self) -> KVTransform:
+        """Returns this around the method alone that scores."""
+        return dataclasses.replace(self, base=self.method)
+
+    def planned(self, model: Any) -> KVTransform:
+        """Returns the base: all heads have the mean share."""
+        return self.base
+
+    def reader(self, model: Any, lengths: Sequence[int]) -> KVTransform:
+        """Returns the method that scores, if the model has layers without a sliding window."""
+        if model.windows and None not in model.windows:
+            raise ValueError(
+                "a profile of heads needs a model with layers without a sliding window, which "
+                f"alone hold more than their windows, got windows of {brief(model.windows)}"
+            )
+        if getattr(foreseen(self.method, "prompt"), "score", None) is None:
+            raise ValueError(
+                f"a profile of heads needs a method that scores tokens, got {brief(self.method)}"
+            )
+        return self.method
+
+    def observe(self, reader: KVTransform, cache: KVCache, state: State, step: Step) -> Array:
+        """Returns the scores by which the method would keep the tokens, `[H, S]`."""
+        decision: Any = made_by(reader, cache, state, step)[0]
+        # Slots are filled in the order of tokens, and there are some for tokens that did not come.
+        return decision.head_score(cache)[0, :, : cache.max_prompt]
+
+    def learn(self, model: Any, observed: Sequence[Sequence[Any]]) -> HeadProfile:
+        """Makes the profile of the scores of all texts."""
+        windows = model.windows or (None,) * model.num_layers
+        whole = np.array([window is None for window in windows])
+        scores = [np.stack(text)[whole] for text in observed]
+        of_whole = profile(scores, ladder(scores))
+        table = np.tile(of_whole.mean((0, 1)), (model.num_layers, model.kv_heads, 1))
+        table[whole] = of_whole
+        return HeadProfile(table)
+
     @property
     def needs(self) -> Needs:
         """Needs of the base."""
@@ -151,17 +178,12 @@ class ByHead(LayerChoice):
         """
         if not isinstance(self.profile, HeadProfile):
             return self
-        layers = len(self.profile.table)
-        if num_layers != layers:
-            raise ValueError(f"the profile is of {layers} layers, got a model of {num_layers}")
+        self.profile.check_model(num_layers)
         return _by_layer(self)[layer]
 
     def init(self, cache: KVCache, layer: int) -> NoReturn:
-        """Raises ValueError, because there is no profile."""
-        raise ValueError(
-            f"{brief(self)} needs a profile of the model: kvjax.calibrated gives it one, or "
-            "kvjax.calibrate_heads makes it"
-        )
+        """Raises ValueError: there is no profile."""
+        raise self.unlearned()
 
 
 @functools.lru_cache(maxsize=8)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +13,7 @@ import jax.numpy as jnp
 from kvjax.budgets.layers import layers_of
 from kvjax.cache.rearrange import decoded
 from kvjax.cache.slots import empty_cache
+from kvjax.calibration import Learner
 from kvjax.decisions import Decision, Mark, made_by
 from kvjax.protocol import (
     AttentionOptions,
@@ -42,6 +46,8 @@ def foreseen(transform: KVTransform, moment: Moment) -> Decision | None:
     """
     if not takes_part(transform, moment):
         return None
+    layer = (layers_of(transform) or (0,))[0]
+    transform = _planned(transform, layer)
     extent, needs = transform.extent(Extent(MAX_PROMPT, MAX_NEW)), transform.needs
     prompt, step = moment == "prompt", moment == "step"
     window = needs.queries(MAX_PROMPT) if prompt or needs.decode_queries else 0
@@ -53,7 +59,7 @@ def foreseen(transform: KVTransform, moment: Moment) -> Decision | None:
         )  # fmt: skip
         if needs.accumulated_attention:
             cache = cache.with_column("attention", jnp.zeros((*cache.shape, 1)))
-        cache, state = transform.init(cache, (layers_of(transform) or (0,))[0])
+        cache, state = transform.init(cache, layer)
         if prompt:
             cache, _ = decoded(cache)
         now = Step(
@@ -77,6 +83,19 @@ def foreseen(transform: KVTransform, moment: Moment) -> Decision | None:
     except Exception as error:
         error.add_note(f"{transform!r} was evaluated over one KV head of {HEAD_DIM} channels")
         raise
+
+
+def _planned(transform: Any, layer: int) -> Any:
+    """Puts what fits one head in the place of what methods have learned of a model's heads."""
+    if isinstance(transform, Learner):
+        sizes = {"num_layers": layer + 1, "kv_heads": 1, "head_dim": HEAD_DIM, "windows": ()}
+        return transform.planned(SimpleNamespace(**sizes))
+    if hasattr(transform, "base"):
+        return dataclasses.replace(transform, base=_planned(transform.base, layer))
+    if hasattr(transform, "parts"):
+        parts = tuple(_planned(part, layer) for part in transform.parts)
+        return dataclasses.replace(transform, parts=parts)
+    return transform
 
 
 def rewrites(transform: KVTransform, *moments: Moment) -> bool:

@@ -40,7 +40,7 @@ def in_slots(transform: KVTransform, tokens: int) -> KVTransform:
     check_transform(transform, "in_slots")
     check_count("tokens", tokens, 1)
     shared = frozenset(part.method for part in walk(transform) if isinstance(part, ByHead))
-    return map_methods(_InSlots(tokens, shared), transform, by_head=False)
+    return map_methods(_InSlots(tokens, shared), transform)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from kvjax.calibration import Learner
 from kvjax.compose.chain import Chain, chain, joined_parts
 from kvjax.compose.wrappers import (
     Everywhere,
@@ -76,25 +77,36 @@ def chosen(transform: KVTransform, layer: int, num_layers: int) -> KVTransform:
     return base if isinstance(base, Full) else dataclasses.replace(transform, base=base)
 
 
+def learners(transform: KVTransform, num_layers: Callable[[], int]) -> list[Learner]:
+    """Returns the different parts of a composition that learn from the model, outer ones first.
+
+    Those that `PerLayer` chooses are among them.
+
+    Args:
+      num_layers: returns the number of the model's layers; is called only if a `PerLayer` asks.
+    """
+    layers = [transform]
+    if any(isinstance(part, PerLayer) for part in walk(transform)):
+        number = num_layers()
+        layers = [chosen(transform, layer, number) for layer in range(number)]
+    parts = (part for layer in layers for part in walk(layer))
+    return list(dict.fromkeys(part for part in parts if isinstance(part, Learner)))
+
+
 def map_methods(
-    function: Callable[[KVTransform, MethodHeads], KVTransform],
-    transform: KVTransform,
-    *,
-    by_head: bool = True,
+    function: Callable[[KVTransform, MethodHeads], KVTransform], transform: KVTransform
 ) -> KVTransform:
     """Replaces each method in a composition by `function(method, heads)`.
 
-    Methods are what contains no other transform, and `ByHead` around its own ones. What `PerLayer`
-    chooses is replaced when it chooses, so that `function` must be hashable and pure, as `choose`
-    is.
+    Methods are what contains no other transform, and what learns from the model, such as `ByHead`.
+    What `PerLayer` chooses is replaced when it chooses, so that `function` must be hashable and
+    pure, as `choose` is.
 
     Args:
       function: is given a method, and the KV heads that `HeadGroups` gives it: the same in all
         layers, or those of each layer if it has an order; None: all. A method of all heads beside
         the groups (`HeadGroups.whole`) is replaced as those of the groups are.
       transform: any.
-      by_head: whether `ByHead` is replaced by the head groups that it makes for each layer. Else it
-        stays, and methods in it are given None.
 
     Example:
       >>> import kvjax
@@ -104,7 +116,7 @@ def map_methods(
       Everywhere(base=H2O(budget=8, group_reduce='mean'))
     """
     choices = [part for part in walk(transform) if isinstance(part, LayerChoice)]
-    if any(by_head or isinstance(part, PerLayer) for part in choices):
+    if any(isinstance(part, PerLayer) for part in choices):
         return PerLayer(_Mapped(transform, function))
     return _mapped(function, transform if choices else chosen(transform, 0, 1), None)
 
@@ -133,5 +145,5 @@ def _mapped(
         return chain(*inner)
     if inner:
         transform = dataclasses.replace(transform, base=inner[0])
-    is_method = not inner or isinstance(transform, LayerChoice)
+    is_method = not inner or isinstance(transform, Learner)
     return function(transform, heads) if is_method else transform

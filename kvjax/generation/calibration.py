@@ -1,282 +1,418 @@
-"""Calibrates methods that measure a model once, on sample text."""
+"""Measures what methods learn from a model, and keeps it in files that other weights refuse."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
 from kvjax.attention.layer import Reading
-from kvjax.checks import check_count, check_number
+from kvjax.attention.prompt import step_of
+from kvjax.calibration import Calibration, Learner
 from kvjax.compiled_code import compiled
-from kvjax.compose.walks import MethodHeads, chosen, map_methods, walk
-from kvjax.compose.wrappers import LayerChoice
+from kvjax.compose.bind import bind
+from kvjax.compose.origins import origin
+from kvjax.compose.walks import MethodHeads, learners, map_methods, walk
 from kvjax.devices import automatic
+from kvjax.files import VERSION, check_regular, user_cache, write_whole
 from kvjax.generation.compiler import Compiler
-from kvjax.generation.documents import Document
-from kvjax.generation.head_profiles import OnMade, with_profiles
+from kvjax.generation.documents import Document, words_of
+from kvjax.generation.fingerprints import Fingerprint, checksum, differences
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.new_caches import CacheSize
-from kvjax.generation.observe import Observe
-from kvjax.generation.prompt_checks import check_prompts
+from kvjax.generation.prompt_checks import as_rows, check_positions, check_prompts
 from kvjax.generation.turns import first_turn
-from kvjax.protocol import Full, KVTransform, Needs
-from kvjax.registry import as_transform
-from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
-from kvjax.transforms.infinigen.infinigen import InfiniGen
-from kvjax.transforms.infinigen.projections import InfiniGenCalibration, partial_projection
-from pallas_kernels import soft_matching
+from kvjax.messages import brief
+from kvjax.protocol import Full, KVTransform
+from kvjax.registry import as_transform, parse, unparse
+from kvjax.serialization import from_json, to_json
 
 CALIBRATION_TOKENS = 1024
 """Tokens at the beginning of a prompt that serve as the sample where no other text does."""
 
+FORMAT = "kvjax calibration 1"
+_MOST_BYTES = 2**26
+_ANY_BUDGET = 0.5  # of a method whose calibration serves all budgets
+SAMPLE_TEXTS = 3  # pieces of a text that are the sample of what is kept
+KEPT = "calibrations"  # folder in the user's cache
 
-@automatic()
-def calibrate_outlier_heads(
-    model: LanguageModel | FunctionalModel,
-    sample: Sequence[Sequence[int]],
-    threshold: float,
-    fraction: float = 0.04,
-    *,
-    chunk: int = 256,
-    sinks: int = 16,
-    recent: int = 64,
-) -> OutlierHeads:
-    """Finds the heads whose keys resemble each other least, which Chelsea leaves uncompressed.
-
-    The model reads the sample with the full cache. In each KV head, every token of set A has an
-    edge to the most similar token of set B, as in Chelsea's first pass; sinks and recent tokens are
-    in neither set. A head's score is the share of A whose edge is not above `threshold`, averaged
-    over the rows. The outliers are the `fraction` of all heads with the highest scores, at least
-    one head.
-
-    Args:
-      model: as for `kvjax.generate`.
-      sample: token ids of each row; rows may differ in length. The paper samples WikiText-2.
-      threshold: cosine above which an edge counts. It should lie between the similarities in most
-        heads and those in the outliers.
-      fraction: share of heads, rounded to the nearest count; 0.04 as in the paper.
-      chunk, sinks, recent: numbers of tokens, as in `Chelsea`.
-
-    Returns:
-      The `outlier_heads` for `Chelsea`, the highest score first, ties to the lower head.
-
-    Raises:
-      TypeError, ValueError: what `kvjax.generate` raises for prompts, a row that is too short to
-        have tokens between sinks and recent ones, a threshold outside (-1, 1], a fraction
-        outside (0, 1] or one by which all heads would be outliers.
-
-    Example:
-      >>> import kvjax
-      >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
-      >>> model = random_decoder(DecoderConfig(
-      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
-      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128))
-      >>> heads = kvjax.calibrate_outlier_heads(model, [list(range(64))], 0.9, sinks=4, recent=8)
-      >>> len(heads.heads), heads.num_layers, heads.kv_heads
-      (1, 2, 2)
-
-    References:
-      Hu et al., Efficient Long-Context LLM Inference via KV Cache Clustering, arXiv 2506.11418,
-      appendix B.
-    """
-    functional = as_functional(model)
-    check_count("chunk", chunk, 2)
-    check_count("sinks", sinks, 0)
-    check_count("recent", recent, 0)
-    check_number("threshold", threshold, above=-1, most=1)
-    check_number("fraction", fraction, above=0, most=1)
-    check_prompts(functional, sample, (Full(),), 0)
-    lengths = np.array([len(row) for row in sample])
-    if lengths.min() < sinks + recent + 2:
-        raise ValueError(
-            f"every row of the sample must have at least sinks + recent + 2 = "
-            f"{sinks + recent + 2} tokens, got {lengths.min()}"
-        )
-    caches = _read(functional, sample, Full())
-    scores = _scores((chunk, sinks, recent), caches, lengths, threshold)
-    count = max(1, round(fraction * scores.size))
-    # A stable sort leaves the lower head first where scores are equal.
-    ranked = np.argsort(-np.asarray(scores), axis=None, kind="stable")[:count]
-    heads = tuple(divmod(int(head), functional.kv_heads) for head in ranked)
-    return OutlierHeads(heads, functional.num_layers, functional.kv_heads)
-
-
-@compiled(static_argnums=0)
-def _scores(
-    matching: tuple[int, int, int],
-    readings: tuple[Reading, ...],
-    lengths: Int[Array, " B"],
-    threshold: Float[Array, ""],
-) -> Float[Array, "N H"]:
-    """Returns the share of set A without an edge above the threshold, per layer and KV head."""
-    chunk, sinks, recent = matching
-    shares = []
-    for reading in readings:
-        # Keys without the sinks; the recent ones are beyond `count`.
-        keys = reading.kv.k.read()[:, :, sinks:]
-        count = jnp.broadcast_to(lengths[:, None] - sinks - recent, keys.shape[:2])
-        similarity, _ = soft_matching(keys, count, chunk=chunk)
-        edges = similarity > -jnp.inf
-        unmatched = edges & (similarity <= threshold)
-        shares.append((unmatched.sum(-1) / edges.sum(-1)).mean(0))
-    return jnp.stack(shares)
-
-
-@automatic()
-def calibrate_infinigen(
-    model: LanguageModel | FunctionalModel, sample: Sequence[Sequence[int]], share: float = 0.2
-) -> InfiniGenCalibration:
-    """Finds the few channels of skewed queries and keys by which `InfiniGen` predicts attention.
-
-    The model reads the sample with the full cache. In each KV head, the rotated queries q of its
-    group are the rows of one matrix, and A holds the right singular vectors of that matrix. A is
-    orthogonal, so it changes no product of a query and a key, `qA · kA = q · k`, but it gathers
-    most of the product in few channels. Let k be the head's rotated keys. The result P has the
-    columns of A for the `n = max(1, int(share · D))` channels with the largest `Σ |q A|`, and for
-    the n channels with the largest `Σ |k A|`.
-
-    Args:
-      model: as for `kvjax.generate`.
-      sample: token ids of each row; rows may differ in length. It should have several times as many
-        tokens as a head has channels.
-      share: share of the channels, for queries and for keys; 0.2 as in the authors' code.
-
-    Returns:
-      The `calibration` for `InfiniGen`: at most 2n channels per head, padded with zeros to the
-      largest number that a head has. Model and sample determine it, except for the channels' signs.
-
-    Raises:
-      TypeError, ValueError: what `kvjax.generate` raises for prompts, a share outside (0, 1].
-
-    Example:
-      >>> from kvjax.generation.calibration import calibrate_infinigen
-      >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
-      >>> model = random_decoder(DecoderConfig(
-      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=3, query_heads=4,
-      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128))
-      >>> calibration = calibrate_infinigen(model, [list(range(64))])
-      >>> calibration.num_layers, calibration.kv_heads, calibration.head_dim
-      (3, 2, 8)
-      >>> calibration.channels in (1, 2)
-      True
-
-    References:
-      Lee et al., InfiniGen: Efficient Generative Inference of Large Language Models with Dynamic KV
-      Cache Management, OSDI 2024, arXiv 2406.19707.
-    """
-    functional = as_functional(model)
-    check_number("share", share, above=0, most=1)
-    check_prompts(functional, sample, (Full(),), 0)
-    observe = Observe(Needs(query_window=max(map(len, sample))))
-    # float32: a calibration should not depend on the dtype in which a platform stores keys.
-    readings = _read(functional, sample, observe, jnp.float32)
-    projections = [
-        [partial_projection(q, k, share) for q, k in _per_head(reading)] for reading in readings
-    ]
-    # A channel may be among the first n of queries and of keys, so that heads differ in number.
-    channels = max(p.shape[1] for heads in projections for p in heads)
-    padded = [
-        [np.pad(p, ((0, 0), (0, channels - p.shape[1]))) for p in heads] for heads in projections
-    ]
-    return InfiniGenCalibration(np.array(padded, np.float32))
+Texts = Sequence[Sequence[int]]
+OnMade = Callable[[KVTransform, float], None]
+"""Is called with a method whose calibration has been made, and the seconds that it took."""
 
 
 def calibrated(
     transform: KVTransform | str,
     model: LanguageModel | FunctionalModel,
-    sample: Sequence[Sequence[int]],
+    sample: Texts,
     *,
     document: Document | None = None,
-    on_profile: OnMade | None = None,
+    on_made: OnMade | None = None,
+    on_layer: Callable[[int], None] | None = None,
 ) -> KVTransform:
-    """Returns the composition with every `InfiniGen` calibrated, and a profile in every `ByHead`.
+    """Returns the composition in which every method has learned what it needs of the model.
 
-    In `HeadGroups`, a method gets the part of the calibration that is for its heads. A profile is
-    read from the file that `ByHead` names, or made by `calibrate_heads` from the sample. It is then
-    kept in the user's cache folder, and found there for the same weights, method and sample.
+    Such methods are `InfiniGen`, `ByHead`, `Chelsea` with a threshold for outlier heads, and those
+    of your own that have a `kvjax.kit.Calibration`. A calibration is read from the file that a
+    method names, or made from the sample. A profile of heads is then kept in the user's cache
+    folder, and found there for the same weights, method and sample.
 
     Args:
       transform: any, or its text as in `kvjax.generate`.
-      model: as for `calibrate_infinigen`, which is called once, and only if there is an
-        `InfiniGen` without calibration.
-      sample: token ids of some texts; as for `calibrate_infinigen` and `calibrate_heads`.
-      document: as for `calibrate_heads`.
-      on_profile: is called with a profile that had to be made, and the seconds that it took.
+      model: as for `kvjax.generate`; is called only if a calibration has to be made.
+      sample: token ids of some texts; of a thousand tokens or more for a profile of heads.
+      document: as in `kvjax.read`, for methods with a probe.
+      on_made: called with a method whose calibration has been made, and the seconds that it took.
+      on_layer: called with the number of each layer once it has read a text, text after text.
 
     Raises:
-      TypeError, ValueError: what the calibrations raise; the file of a profile holds none, or one
-        of another model.
+      TypeError, ValueError: what `kvjax.generate` raises for prompts; a model or texts from which a
+        method cannot learn; the file of a calibration holds none that fits; what is to be kept is
+        of a method without a name (`kvjax.register`).
 
     Example:
       >>> import kvjax
-      >>> kvjax.calibrated(kvjax.H2O(budget=64), model=None, sample=[])
-      H2O(budget=64, group_reduce='mean')
+      >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+      >>> model = random_decoder(DecoderConfig(
+      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=3, query_heads=4,
+      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128))
+      >>> tx = kvjax.calibrated("chain(h2o(budget=64), infinigen)", model, [list(range(64))])
+      >>> tx.parts[1].calibration.projections.shape[:3]
+      (3, 2, 8)
     """
     transform = as_transform(transform, "calibrated")
-    transform = with_profiles(transform, model, lambda: sample, document, on_profile)
-    layers = [transform]
-    # The methods of a layer's choice are known only once it is asked for each layer.
-    if any(isinstance(part, LayerChoice) for part in walk(transform)):
-        num_layers = as_functional(model).num_layers
-        layers = [chosen(transform, layer, num_layers) for layer in range(num_layers)]
-    parts = (part for layer in layers for part in walk(layer))
-    if not any(isinstance(part, InfiniGen) and part.calibration is None for part in parts):
-        return transform
-    return map_methods(WithCalibration(calibrate_infinigen(model, sample)), transform)
+    return completed(transform, model, lambda _: sample, document, on_made, on_layer)
+
+
+def completed(
+    transform: KVTransform,
+    model: LanguageModel | FunctionalModel,
+    sample: Callable[[Learner], Texts | None],
+    document: Document | None = None,
+    on_made: OnMade | None = None,
+    on_layer: Callable[[int], None] | None = None,
+) -> KVTransform:
+    """Does what `calibrated` does, with a sample for each method.
+
+    What is kept lies in the user's cache (see `kvjax.files.user_cache`), under the checksum of the
+    weights, the method with all its parameters and its origin (`kvjax.compose.origins`), the sample
+    and the words of its probe. Without such a folder, and for a method whose source cannot be read,
+    it is made each time.
+
+    Args:
+      sample: is called with a method that has to learn; None: it does not.
+    """
+
+    def made(method: Learner) -> Calibration | None:
+        texts = sample(method)
+        if texts is None:
+            return None
+        text = _text(method, defaults=True) if method.kept else ""
+        path, root = None, user_cache() if method.kept else None
+        if root is not None and (method_origin := origin(method))["source"] is not None:
+            made_from = {
+                "origin": method_origin,
+                "format": FORMAT,
+                "model": Fingerprint.of(as_functional(model)).digest,
+                "method": text,
+                "sample": [[int(token) for token in text] for text in texts],
+                "instructions": _instructions(method, document),
+            }
+            path = root / KEPT / f"{checksum(made_from)}.safetensors"
+            if path.exists():
+                with contextlib.suppress(ValueError):  # it is damaged, and made again
+                    return load_calibration(path, model)
+        start = time.monotonic()
+        calibration = measured(method, model, texts, document, on_layer)
+        if path is not None:
+            with contextlib.suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                save_calibration(path, method.with_learned(calibration), model)
+        if on_made is not None:
+            on_made(method, time.monotonic() - start)
+        return calibration
+
+    # Files come first: what they are refused for costs nothing.
+    transform = with_named(transform, model)
+    return _with_missing(transform, model, lambda method: _named(method, model) or made(method))
+
+
+def _instructions(method: KVTransform, document: Document | None) -> list[list[int]]:
+    """Returns the tokens with which the method's probe asks."""
+    probe, words = method.needs.probe, words_of(document)
+    if probe is None or words is None:
+        return []
+    return [[int(token) for token in words(text)] for text in probe.instructions]
+
+
+def with_named(transform: KVTransform, model: Any, *, weights: bool = True) -> KVTransform:
+    """Returns the composition in which every calibration that is named is read from its file.
+
+    Args:
+      model: the model; its configuration will do if its weights are not compared.
+      weights: whether they must be those that the calibration is of.
+
+    Raises:
+      ValueError: a file holds no calibration, or one of another model or method.
+    """
+    return _with_missing(transform, model, lambda method: _named(method, model, weights))
+
+
+def _with_missing(
+    transform: KVTransform, model: Any, calibration_for: Callable[[Learner], Calibration | None]
+) -> KVTransform:
+    """Returns the composition in which each method that lacks a calibration has the one for it.
+
+    Inner methods come before those around them, which learn from what they do.
+
+    Args:
+      calibration_for: is called once for each different method that lacks its calibration, or has
+        the path of one; None leaves it, and what is around it, as they are.
+    """
+    left: set[KVTransform] = set()
+    while True:
+        methods = learners(transform, lambda: model.num_layers)
+        lacking = [x for x in methods if x.lacks_calibration and left.isdisjoint(walk(x))]
+        if not lacking:
+            return transform
+        calibration = calibration_for(lacking[-1])
+        if calibration is None:
+            left.add(lacking[-1])
+        else:
+            transform = map_methods(_With(lacking[-1], calibration), transform)
 
 
 @dataclass(frozen=True)
-class WithCalibration:
-    """Gives a calibration to every `InfiniGen` that has none; a function for `map_methods`.
+class _With:
+    """Gives a method its calibration; a function for `map_methods`."""
 
-    Args:
-      calibration: of all heads.
-    """
-
-    calibration: InfiniGenCalibration
+    learner: Learner
+    calibration: Calibration
 
     def __call__(self, method: KVTransform, heads: MethodHeads) -> KVTransform:
-        """Returns the method, with the calibration of its heads if it lacks one."""
-        if not isinstance(method, InfiniGen) or method.calibration is not None:
-            return method
-        calibration = self.calibration
-        if heads is not None:  # the same in all layers, or those of each layer
-            layers = np.arange(calibration.num_layers)[:, None]
-            calibration = InfiniGenCalibration(calibration.projections[layers, np.array(heads)])
-        return dataclasses.replace(method, calibration=calibration)
+        return self.learner.with_learned(self.calibration) if method == self.learner else method
 
 
-def _read(
-    model: FunctionalModel,
-    sample: Sequence[Sequence[int]],
+@automatic()
+def measured(
+    method: Learner,
+    model: LanguageModel | FunctionalModel,
+    sample: Texts,
+    document: Document | None = None,
+    on_layer: Callable[[int], None] | None = None,
+) -> Any:
+    """Returns what a method learns from a model.
+
+    Args:
+      method: one that learns.
+      model, sample, document, on_layer: as in `calibrated`.
+    """
+    functional, texts = as_functional(model), as_rows(sample)
+    check_prompts(functional, texts, (Full(),), 0)
+    lengths = [len(text) for text in texts]
+    layers = bind(method.reader(functional, lengths), functional.num_layers)
+    check_positions(functional, layers, max(lengths), 0)
+    observed = []
+    for text, width in zip(texts, lengths, strict=True):
+        size = CacheSize.of(functional, 1, width, 0, method.dtype, width)
+        context = first_turn(
+            functional, [text], [width], layers[0], layers, size, Compiler(), on_layer,
+            last=False, document=document,
+        )  # fmt: skip
+        observed.append([jax.device_get(_observed(method, x)) for x in context.caches])
+    return method.learn(functional, observed)
+
+
+@compiled(static_argnums=0)
+def _observed(method: Learner, reading: Reading) -> Any:
+    """Returns what a method observes of a layer's reading."""
+    return method.observe(reading.transform, reading.kv, reading.cache.state, step_of(reading))
+
+
+def save_calibration(
+    path: str | os.PathLike[str],
     transform: KVTransform,
-    dtype: DTypeLike | None = None,
-) -> tuple[Any, ...]:
-    """Reads the sample and returns what every layer has read of it, uncompressed."""
-    width, layers = max(map(len, sample)), (transform,) * model.num_layers
-    size = CacheSize.of(model, len(sample), width, 0, dtype, width)
-    widths = [width] * len(sample)
-    context = first_turn(
-        model, sample, widths, transform, layers, size, Compiler(), on_layer=None, last=False
-    )
-    return context.caches
+    model: LanguageModel | FunctionalModel,
+) -> None:
+    """Writes what a method has learned to a safetensors file, from which others take it.
+
+    A method takes it by the path, such as `ByHead(KVzip(0.05), "heads.safetensors")`. The file has
+    all parameters of the method that it depends on, so that it is refused for another method, and
+    once a default has changed; and the description of the model, by which it is refused for other
+    weights.
+
+    Args:
+      path: the file. One that is there is replaced.
+      transform: from `kvjax.calibrated`; the outermost calibration in it is written.
+      model: the model that it is of.
+
+    Raises:
+      OSError: the file cannot be written.
+      ValueError: there is no calibration, or the method has no name (`kvjax.register`).
+
+    Example:
+      >>> import tempfile, kvjax
+      >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+      >>> model = random_decoder(DecoderConfig(
+      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
+      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=512))
+      >>> tx = kvjax.calibrated(kvjax.ByHead(kvjax.KVzip(0.5)), model, [list(range(64))])
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     kvjax.save_calibration(f"{folder}/heads.safetensors", tx, model)
+      ...     kvjax.load_calibration(f"{folder}/heads.safetensors", model) == tx.profile
+      True
+    """
+    methods = [x for x in walk(transform) if isinstance(x, Learner) and x.learned is not None]
+    if not methods or methods[0].lacks_calibration:
+        raise ValueError(
+            "save_calibration takes a transform with a calibration, such as kvjax.calibrated "
+            f"returns, got {brief(transform)}"
+        )
+    calibration = methods[0].learned
+    about = {
+        "format": FORMAT,
+        "kvjax": VERSION,
+        "method": _text(methods[0], defaults=True),
+        "others": json.dumps(others_of(calibration)),
+        "model": json.dumps(Fingerprint.of(as_functional(model)).content),
+    }
+    # Written here, since errors of safetensors' own writing are no OSError.
+    write_whole(Path(path), save(calibration.arrays, metadata=about))
 
 
-def _per_head(reading: Reading) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Returns the queries `[M, D]` and keys `[N, D]` of every KV head, of all tokens and rows."""
-    arrays = *reading.queries, reading.kv.k.read(), reading.kv.position
-    queries, query_position, keys, position = map(np.asarray, arrays)
-    batch, kv_heads, _, head_dim = keys.shape
-    queries = queries.reshape(batch, kv_heads, -1, *queries.shape[2:])  # [B, H, G, T, D]
-    no_padding = np.broadcast_to((query_position >= 0)[:, None], (batch, *queries.shape[2:4]))
-    return [
-        (queries[:, head][no_padding].reshape(-1, head_dim), keys[:, head][position[:, head] >= 0])
-        for head in range(kv_heads)
-    ]
+def load_calibration(path: str | os.PathLike[str], model: LanguageModel | FunctionalModel) -> Any:
+    """Reads the calibration that `save_calibration` or `kvjax profile` wrote.
+
+    Args:
+      path: the file.
+      model: the model that it is for.
+
+    Returns:
+      The value of the method's field, such as a `kvjax.HeadProfile`.
+
+    Raises:
+      ValueError: there is no such file, it holds no calibration, or it is of another model; says
+        what differs. Or an earlier version wrote it, with other parameters of its method: nobody
+        can tell whether their defaults were those of today.
+    """
+    return _read(Path(path), model)[0]
+
+
+def _named(method: Learner, model: Any, weights: bool = True) -> Calibration | None:
+    """Returns the calibration in the file that a method names, if it does; see `with_named`."""
+    path, kind = method.learned, method.learns[1].__name__
+    if path is None:
+        return None
+    if not Path(path).exists():
+        raise ValueError(
+            f"there is no {kind} at {path}: kvjax profile writes one of heads, and "
+            "kvjax.save_calibration any"
+        )
+    calibration, belongs_to = _read(Path(path), model if weights else None)
+    if (there := _text(belongs_to)) != (here := _text(method)):
+        raise ValueError(f"the {kind} in {path} is of {there}, and {here} needs one of its own")
+    calibration.check_model(model.num_layers, model.kv_heads)
+    return calibration
+
+
+def _read(path: Path, model: Any) -> tuple[Calibration, Learner]:
+    """Reads a calibration and the method that it belongs to; `model` None: of any model."""
+    check_regular(path, _MOST_BYTES)
+    try:
+        with safe_open(path, framework="numpy") as file:
+            about = file.metadata() or {}
+            if about.get("format") != FORMAT:
+                raise ValueError(
+                    f"{path} holds no calibration: it has the format {about.get('format')!r}, and "
+                    f"kvjax {VERSION} reads {FORMAT!r}"
+                )
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            others, there = json.loads(about["others"]), json.loads(about["model"])
+            version, text = about["kvjax"], about["method"]
+    except (SafetensorError, OSError, KeyError) as error:
+        raise ValueError(f"{path} holds no calibration: {error}") from error
+    here = there if model is None else Fingerprint.of(as_functional(model)).content
+    if differing := differences(there, here):
+        raise ValueError(f"the calibration in {path} is of another model: its {differing}")
+    try:
+        method: Any = parse(text, _ANY_BUDGET, defaults=False)
+        return from_arrays(method, arrays, others), method
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the calibration in {path}, which kvjax {version} wrote, is of {text}, which kvjax "
+            f"{VERSION} does not read: {error}. Make another"
+        ) from error
+
+
+def others_of(calibration: Calibration) -> dict[str, Any]:
+    """Returns the fields of a calibration that are no arrays, as JSON holds them."""
+    return {name: to_json(x) for name, x in calibration.others.items()}
+
+
+def from_arrays(
+    method: Learner, arrays: dict[str, np.ndarray], others: dict[str, Any]
+) -> Calibration:
+    """Makes a method's calibration of its arrays, and of what `others_of` has returned."""
+    return method.learns[1](**arrays, **{name: from_json(x) for name, x in others.items()})
+
+
+def _text(method: Learner, *, defaults: bool = False) -> str:
+    """Returns the text of a method, by what its calibration depends on.
+
+    It is without budgets. Parameters that change no score have their defaults. What inner methods
+    have learned stands as its id.
+
+    Args:
+      defaults: whether parameters at their defaults are written, as in files.
+
+    Raises:
+      ValueError: a method has no name.
+
+    Example:
+      >>> import kvjax
+      >>> from kvjax.generation.calibration import _text
+      >>> _text(kvjax.ByHead(kvjax.chain(kvjax.KVzip(0.1, fit=True), kvjax.Quantize())))
+      'by_head(kvzip)'
+      >>> _text(kvjax.ByHead(kvjax.SnapKV(0.1, window=8)))
+      'by_head(snapkv(window=8))'
+    """
+    source = map_methods(_plain, method.with_learned(None).source())
+    return unparse(source, budget=False, defaults=defaults)
+
+
+def _plain(method: KVTransform, heads: MethodHeads) -> KVTransform:
+    """Resets parameters that change no score; a function for `map_methods`."""
+    fields: Any = [x for x in dataclasses.fields(method) if x.name in method.unscored]
+    method = dataclasses.replace(method, **{x.name: x.default for x in fields})
+    if isinstance(method, Learner) and isinstance(method.learned, Calibration):
+        return method.with_learned(method.learned.id)
+    return method
+
+
+def sample_of(text: Sequence[int], max_positions: int | None) -> list[list[int]]:
+    """Cuts a long text into the sample of what is kept: three pieces of up to 1,024 tokens.
+
+    They come from all over the text. A model with few positions gets shorter ones, since
+    what looks at a piece follows it.
+
+    Args:
+      text: token ids.
+      max_positions: of the model; None: no limit.
+    """
+    most = CALIBRATION_TOKENS
+    if max_positions is not None:
+        most = min(most, max_positions // 2 - 64)
+    size = max(min(most, len(text) // SAMPLE_TEXTS), 1)
+    step = (len(text) - size) // (SAMPLE_TEXTS - 1)
+    return [list(text[n * step : n * step + size]) for n in range(SAMPLE_TEXTS)]

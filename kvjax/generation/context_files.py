@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import re
@@ -18,14 +17,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import Array
 
+from kvjax.calibration import Calibration, Learner
 from kvjax.compose.bind import bind
-from kvjax.compose.by_head import ByHead, HeadProfile
-from kvjax.compose.walks import map_methods, walk
+from kvjax.compose.walks import map_methods
 from kvjax.devices import automatic, mesh_of
 from kvjax.files import VERSION, is_hidden
+from kvjax.generation.calibration import from_arrays, others_of
 from kvjax.generation.context import Context
 from kvjax.generation.fingerprints import Fingerprint, describe_tokenizer, differences
-from kvjax.generation.head_profiles import from_full, in_full
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.prompt_checks import check_same_model
@@ -34,15 +33,9 @@ from kvjax.messages import brief, quiet
 from kvjax.protocol import KVTransform
 from kvjax.registry import parse, unparse
 from kvjax.storage.offload.payload import HOST_MEMORY
-from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
-from kvjax.transforms.infinigen.infinigen import InfiniGen
-from kvjax.transforms.infinigen.projections import InfiniGenCalibration
 from kvjax.transforms.random import GENERATOR
 
-# A folder with another number is refused. Format 3 has descriptions of model and tokenizer, the
-# tokens that rows have seen, and channels of keys that `quantize` sets off.
-FORMAT = 4
-_CALIBRATIONS = InfiniGenCalibration | OutlierHeads | HeadProfile
+FORMAT = 5  # a folder with another number is refused
 _ABOUT, _ARRAYS = "about", "arrays"  # items of a checkpoint
 _UNFINISHED = ".orbax-checkpoint-tmp"  # Orbax adds it to the name of an incomplete folder
 # Names of checkpoints and of what is in them, while they are written and afterwards. Orbax may add
@@ -67,9 +60,8 @@ def save_context(
 
     The folder holds an Orbax checkpoint: arrays as they are, and JSON with the method as an
     expression of all its parameters, its calibrations, sizes, versions, and descriptions of model
-    and tokenizer. A
-    context that the folder holds already is removed when the new one is complete. An interrupted
-    save leaves the earlier context in place, and the next save removes what it left.
+    and tokenizer. A context that the folder holds already is removed when the new one is complete.
+    An interrupted save leaves the earlier context in place, and the next save removes what it left.
 
     Args:
       path: a folder that does not exist yet, that holds a context or the rest of an interrupted
@@ -100,28 +92,23 @@ def save_context(
     folder = Path(path).absolute()
     check_same_model(context, as_functional(model))
     check_free(folder)
-    # Calibrations are arrays or long lists, which a method's expression does not hold.
-    uncalibrated, calibrations = _without_calibrations(context.transform)
+    # What a method has learned has a name in its expression, and lies beside it.
+    transform, calibrations = _with_names(context.transform)
     leaves = jax.tree.leaves(context)
     arrays = {f"{n:05d}": _plain(leaf) for n, leaf in enumerate(leaves)}
     arrays |= {
-        f"calibration{n}": np.asarray(_array_of(calibration))
-        for n, calibration in enumerate(calibrations)
-        if isinstance(calibration, InfiniGenCalibration | HeadProfile)
+        f"{name}.{field}": array
+        for name, calibration in calibrations.items()
+        for field, array in calibration.arrays.items()
     }
     content = {
         "format": FORMAT,
         "kvjax": VERSION,
         "jax": jax.__version__,
-        "method": unparse(uncalibrated, defaults=True),
-        "outlier_heads": [
-            dataclasses.asdict(calibration) if isinstance(calibration, OutlierHeads) else None
-            for calibration in calibrations
-        ],
-        "profiles": [
-            in_full(calibration.method) if isinstance(calibration, HeadProfile) else None
-            for calibration in calibrations
-        ],
+        "method": unparse(transform, defaults=True),
+        "calibrations": {
+            name: others_of(calibration) for name, calibration in calibrations.items()
+        },
         "size": {name: x for name, x in context.size._asdict().items() if name != "mesh"},
         "model": context.fingerprint.content,
         "tokenizer": None if tokenizer is None else describe_tokenizer(tokenizer),
@@ -173,8 +160,7 @@ def load_context(
     method = _method_of(content, folder)
     with _damaged(folder):
         arrays = _read_arrays(step, content["arrays"])
-        profiles = content.get("profiles", [])  # earlier versions had none
-        transform = _with_calibrations(method, content["outlier_heads"], profiles, arrays)
+        transform = _with_calibrations(method, content["calibrations"], arrays)
         size = CacheSize(**content["size"], mesh=mesh_of(functional.params))
         layers = bind(transform, functional.num_layers, functional.windows, size.max_tokens)
     shapes = _context_shapes(functional, transform, layers, size, fingerprint)
@@ -201,20 +187,6 @@ def context_about(path: str | os.PathLike[str]) -> dict[str, Any]:
       ValueError: there is no context, or its JSON is damaged.
     """
     return _content(_newest(Path(path).absolute()))["about"]
-
-
-def check_saved(transform: KVTransform) -> None:
-    """Raises ValueError if contexts of this transform cannot be saved, before one is made.
-
-    With `ByHead`, the calibration of an `InfiniGen` is divided among head groups, whose text form
-    has no place for it.
-    """
-    parts = list(walk(transform))
-    if any(isinstance(x, ByHead) for x in parts) and any(isinstance(x, InfiniGen) for x in parts):
-        raise ValueError(
-            "a context of by_head with infinigen cannot be saved: take quest or clusterkv in the "
-            f"place of infinigen, got {brief(unparse(_without_calibrations(transform)[0]))}"
-        )
 
 
 def check_free(folder: Path) -> None:
@@ -391,57 +363,30 @@ def _dtype_and_shape(x: Any) -> list:
     return [jnp.dtype(x.dtype).name, list(x.shape)]
 
 
-def _calibration_field(transform: KVTransform) -> str | None:
-    """Returns the name of the field that holds a calibration, if there is one."""
-    for field in dataclasses.fields(transform):
-        if isinstance(getattr(transform, field.name), _CALIBRATIONS):
-            return field.name
-    return None
+def _with_names(transform: KVTransform) -> tuple[KVTransform, dict[str, Calibration]]:
+    """Puts names in the place of calibrations, and returns the calibrations by their names."""
+    calibrations: dict[str, Calibration] = {}
 
+    def named(method: KVTransform, _: object) -> KVTransform:
+        if not isinstance(method, Learner) or not isinstance(method.learned, Calibration):
+            return method
+        name = f"calibration{len(calibrations)}"
+        calibrations[name] = method.learned
+        return method.with_learned(name)
 
-def _without_calibrations(transform: KVTransform) -> tuple[KVTransform, list]:
-    """Takes the calibrations out of a transform, and the profiles of heads.
-
-    Returns:
-      The transform, and the calibration of each of its methods; None where there was none.
-    """
-    calibrations = []
-
-    def without(method: KVTransform, _: object) -> KVTransform:
-        field = _calibration_field(method)
-        calibrations.append(None if field is None else getattr(method, field))
-        return method if field is None else dataclasses.replace(method, **{field: None})
-
-    return map_methods(without, transform, by_head=False), calibrations
-
-
-def _array_of(calibration: InfiniGenCalibration | HeadProfile) -> Any:
-    return calibration.table if isinstance(calibration, HeadProfile) else calibration.projections
+    return map_methods(named, transform), calibrations
 
 
 def _with_calibrations(
-    transform: KVTransform,
-    outlier_heads: list,
-    profiles: list[str | None],
-    arrays: dict[str, np.ndarray],
+    transform: KVTransform, others: dict[str, Any], arrays: dict[str, np.ndarray]
 ) -> KVTransform:
-    """Puts calibrations back into a transform: the reverse of `_without_calibrations`."""
-    numbers = iter(range(len(outlier_heads)))
+    """Puts calibrations in the place of their names: the reverse of `_with_names`."""
 
-    def with_calibration(method: KVTransform, _: object) -> KVTransform:
-        number = next(numbers)  # methods come in the same order as there
-        heads = outlier_heads[number]
-        if heads is not None:
-            pairs = tuple(tuple(pair) for pair in heads["heads"])
-            outliers = OutlierHeads(pairs, heads["num_layers"], heads["kv_heads"])
-            return dataclasses.replace(method, outlier_heads=outliers)
-        if isinstance(method, ByHead):
-            name = from_full(profiles[number] or "")
-            profile = HeadProfile(arrays[f"calibration{number}"], name)
-            return dataclasses.replace(method, profile=profile)
-        if f"calibration{number}" in arrays:
-            calibration = InfiniGenCalibration(arrays[f"calibration{number}"])
-            return dataclasses.replace(method, calibration=calibration)
-        return method
+    def calibrated(method: KVTransform, _: object) -> KVTransform:
+        if not isinstance(method, Learner) or method.learned is None:
+            return method
+        start = f"{method.learned}."
+        of_it = {x.removeprefix(start): arrays[x] for x in arrays if x.startswith(start)}
+        return method.with_learned(from_arrays(method, of_it, others[method.learned]))
 
-    return map_methods(with_calibration, transform, by_head=False)
+    return map_methods(calibrated, transform)

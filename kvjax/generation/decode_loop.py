@@ -24,10 +24,10 @@ from kvjax.checks import check_count
 from kvjax.compiled_code import compiled
 from kvjax.compose.bind import bind
 from kvjax.devices import by_rows, divided, mesh_of, put
+from kvjax.generation.calibration import with_named
 from kvjax.generation.compiler import Compiler, Programs, Tracer
 from kvjax.generation.context import Context
 from kvjax.generation.documents import Document
-from kvjax.generation.head_profiles import with_named_profiles
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.prompt_checks import (
@@ -294,7 +294,7 @@ class Writing:
             if prompts is None:
                 raise ValueError("generate needs prompts, or a context to go on from")
             transform = Full() if transform is None else as_transform(transform, "generate")
-            transform = with_named_profiles(transform, self._model)
+            transform = with_named(transform, self._model)
             num_layers, windows = self._model.num_layers, self._model.windows
             unsized_layers = bind(transform, num_layers, windows)
             check_prompts(self._model, prompts, unsized_layers, max_new_tokens)

@@ -11,12 +11,12 @@ from jax.typing import DTypeLike
 from kvjax.checks import check_count
 from kvjax.compose.bind import bind
 from kvjax.devices import automatic
+from kvjax.generation.calibration import with_named
 from kvjax.generation.compiler import Compiler
 from kvjax.generation.context import Context
 from kvjax.generation.decode_loop import Generation, Writing
 from kvjax.generation.documents import Document
 from kvjax.generation.fingerprints import Fingerprint
-from kvjax.generation.head_profiles import with_named_profiles
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.prompt_checks import Rows, as_rows, bucket, check_prompts
@@ -68,7 +68,7 @@ def read(
     """
     functional, prompts = as_functional(model), as_rows(prompts)
     transform = Full() if transform is None else as_transform(transform, "read")
-    transform = with_named_profiles(transform, functional)
+    transform = with_named(transform, functional)
     widths, size = size_to_read(
         functional, prompts, [transform], max_prompt, max_new, max_length, dtype, buckets
     )

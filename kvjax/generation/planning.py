@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -17,17 +16,16 @@ from kvjax.attention.layer import Cache, LayerCache, layer_caches
 from kvjax.attention.occupancy import Occupancy, occupancy
 from kvjax.attention.parts import cache_specs, divided_among
 from kvjax.cache.nbytes import nbytes
+from kvjax.calibration import Learner
 from kvjax.checks import check_count
 from kvjax.compose.bind import bind
-from kvjax.compose.by_head import ByHead
 from kvjax.compose.chain import parts_of
 from kvjax.compose.foreseen import frees_at_prompts_end, frees_while_decoding
 from kvjax.compose.ring import Ring
 from kvjax.compose.walks import MethodHeads, map_methods
 from kvjax.compose.wrappers import by_head_groups
 from kvjax.devices import DATA, check_mesh
-from kvjax.generation.calibration import WithCalibration
-from kvjax.generation.head_profiles import with_profiles_of_files
+from kvjax.generation.calibration import with_named
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.prompt_checks import check_positions
@@ -36,9 +34,6 @@ from kvjax.protocol import KVTransform
 from kvjax.registry import as_transform
 from kvjax.storage.offload.payload import Offloaded
 from kvjax.storage.quantize.transform import GROUP, Quantize
-from kvjax.transforms.infinigen.projections import InfiniGenCalibration
-
-_CHANNELS = 0.2  # share of channels that `calibrate_infinigen` takes of queries and keys
 
 
 class Bytes(NamedTuple):
@@ -317,20 +312,14 @@ def bytes_on_device(
 
 
 def _with_stand_ins(transform: KVTransform, model: FunctionalModel) -> KVTransform:
-    """Puts a calibration of the largest size, and equal heads, in place of what is missing."""
-    transform = with_profiles_of_files(transform, model.num_layers, model.kv_heads)
-    transform = map_methods(_equal_heads, transform, by_head=False)
-    channels = min(2 * max(1, int(_CHANNELS * model.head_dim)), model.head_dim)
-    shape = model.num_layers, model.kv_heads, model.head_dim, channels
-    stand_in = InfiniGenCalibration(np.zeros(shape, np.float32))
-    return map_methods(WithCalibration(stand_in), transform)
+    """Puts what takes as many bytes in the place of methods that have not learned yet."""
+    transform = with_named(transform, model, weights=False)
 
+    def stand_in(method: KVTransform, heads: MethodHeads) -> KVTransform:
+        lacks = isinstance(method, Learner) and method.lacks_calibration
+        return method.planned(model) if lacks else method
 
-def _equal_heads(method: KVTransform, heads: MethodHeads) -> KVTransform:
-    """Returns what a `ByHead` without profile is around; a function for `map_methods`."""
-    if isinstance(method, ByHead) and method.profile is None:
-        return method.base
-    return method
+    return map_methods(stand_in, transform)
 
 
 def abstract_mesh(sizes: Iterable[tuple[str, int]]) -> AbstractMesh:

@@ -12,12 +12,12 @@ from jax.typing import DTypeLike
 from kvjax.attention.layer import Cache, Reading
 from kvjax.compose.bind import bind
 from kvjax.devices import automatic
+from kvjax.generation.calibration import with_named
 from kvjax.generation.compiler import Compiler
 from kvjax.generation.context import Context
 from kvjax.generation.documents import Document
 from kvjax.generation.fingerprints import Fingerprint
 from kvjax.generation.generate import read, size_to_read
-from kvjax.generation.head_profiles import with_named_profiles
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.new_caches import CacheSize, states_of_layers
 from kvjax.generation.observe import Observe, compress_layer, reads_alone
@@ -41,7 +41,7 @@ class ReadOnce:
       model, prompts, max_prompt, max_new, max_length, dtype, buckets, on_layer, on_compile,
         document: as in `kvjax.read`.
       transforms: the methods, or their texts as in `kvjax.generate`; `context` takes any of them.
-        Profiles of heads that they name are read from their files.
+        Calibrations that they name are read from their files.
 
     Raises:
       TypeError, ValueError: as `kvjax.read`, for any of the methods.
@@ -79,7 +79,7 @@ class ReadOnce:
         self._model, self._prompts = as_functional(model), prompts
         functional = self._model
         # A file that changes later changes nothing.
-        self._named = functools.cache(lambda tx: with_named_profiles(tx, functional))
+        self._named = functools.cache(lambda tx: with_named(tx, functional))
         methods = [self._named(method) for method in methods]
         self._options = {
             "max_prompt": max_prompt, "max_new": max_new, "max_length": max_length,

@@ -124,7 +124,7 @@ def head_shares(axes: Axes, profiles: Mapping[str, HeadProfile], budget: float) 
       >>> import kvjax, numpy as np
       >>> from kvjax import plot
       >>> from matplotlib.figure import Figure
-      >>> profile = kvjax.HeadProfile(np.array([[[0.8, 1.0], [0.0, 1.0]]]), "kvzip")
+      >>> profile = kvjax.HeadProfile(np.array([[[0.8, 1.0], [0.0, 1.0]]]))
       >>> (drawn,) = plot.head_shares(Figure().subplots(), {"a text": profile}, 0.4)
       >>> drawn.get_ydata().round(4).tolist()
       [0.72, 0.08]

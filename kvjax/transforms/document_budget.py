@@ -221,7 +221,7 @@ def with_room(transform: KVTransform, tokens: int) -> KVTransform:
     """
     check_transform(transform, "with_room")
     check_count("tokens", tokens, 1)
-    return map_methods(_WithRoom(tokens), transform, by_head=False)
+    return map_methods(_WithRoom(tokens), transform)
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ def test_a_profile_is_written_and_read(capsys, text, tmp_path):
     out = tmp_path / "a new folder" / "heads.safetensors"
     arguments = "profile", "--text", text, "--method", "snapkv", "--out", out
     record = json.loads(output(capsys, *arguments, "--json"))
-    profile = kvjax.load_profile(out, from_pretrained(demo.directory()))
+    profile = kvjax.load_calibration(out, from_pretrained(demo.directory()))
     assert (record["method"], record["layers"], record["kv_heads"]) == ("snapkv", 4, 4)
-    assert profile.table.shape[:2] == (4, 4) and profile.method == "snapkv"
+    assert profile.table.shape[:2] == (4, 4)
     assert record["bytes"] == out.stat().st_size
     each = kvjax.budgets.profile.shares(profile.table, 0.1)
     assert record["largest_share"]["0.1"] == each.max()
@@ -55,14 +55,14 @@ def test_a_profile_is_made_at_first_use_and_found_then(capsys, text, tmp_path, m
         args = "read", document, "--out", tmp_path / "read", "--method", "by_head(kvzip)"
         assert main([str(x) for x in (*args, "--budget", "0.3")]) == 0
         said.append(capsys.readouterr().err)
-    assert "made a profile of the model's heads by the scores of kvzip, from 3 pieces" in said[0]
-    assert str(tmp_path / "cache" / "profiles") in said[0]
-    assert "made a profile" not in said[1]
-    assert len(list((tmp_path / "cache" / "profiles").iterdir())) == 1
+    assert "calibrated by_head(kvzip) from 3 pieces" in said[0]
+    assert str(tmp_path / "cache" / "calibrations") in said[0]
+    assert "calibrated" not in said[1]
+    assert len(list((tmp_path / "cache" / "calibrations").iterdir())) == 1
 
 
 def test_refused(capsys, text, tmp_path):
-    assert "needs a method that by_head takes" in error(
+    assert "ByHead takes a method that compresses prompts" in error(
         capsys, "profile", "--text", text, "--method", "streaming_llm", "--out", tmp_path / "x"
     )
     assert "got the folder" in error(capsys, "profile", "--out", tmp_path)
@@ -71,7 +71,7 @@ def test_refused(capsys, text, tmp_path):
     assert "of each piece of --text" in error(
         capsys, "profile", "--text", text, "--out", tmp_path / "x"
     )
-    assert "is no profile of heads" in error(
+    assert "holds no calibration" in error(
         capsys, "read", text, "--out", tmp_path / "read", "--budget", "0.3",
         "--method", f"by_head(kvzip, profile='{text}')",
     )  # fmt: skip

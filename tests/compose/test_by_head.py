@@ -35,8 +35,8 @@ def table_of(seed: int = 0, layers: int = LAYERS, heads: int = HEADS) -> np.ndar
     return 1 - np.exp(-size * levels)
 
 
-PROFILE = HeadProfile(table_of(), "snapkv")
-SMALL = HeadProfile(table_of(layers=2, heads=2), "snapkv")  # of the random model
+PROFILE = HeadProfile(table_of())
+SMALL = HeadProfile(table_of(layers=2, heads=2))  # of the random model
 
 
 def sizes(layer: int) -> dict:
@@ -74,7 +74,7 @@ def test_every_head_of_every_layer_has_its_share(safeguard):
 
 def test_layers_share_layouts():
     """Equal transforms are compiled once; `init_cache` must be told which layer it is for."""
-    layers = kvjax.bind(ByHead(SNAPKV, HeadProfile(table_of(layers=40), "snapkv")), 40)
+    layers = kvjax.bind(ByHead(SNAPKV, HeadProfile(table_of(layers=40))), 40)
     assert 1 < len(set(layers)) <= 9
     layout = max(layers, key=layers.count)
     several = tuple(n for n, layer in enumerate(layers) if layer == layout)
@@ -89,7 +89,7 @@ def test_bytes_are_close_to_the_budget(seed):
     rng = np.random.default_rng(seed)
     size = np.exp(rng.normal(scale=2.5, size=(30, 1, 1)) + rng.normal(scale=2, size=(30, 3, 1)))
     levels = np.append(np.geomspace(1e-5, 10, 64), np.inf)
-    profile = HeadProfile(1 - np.exp(-size * levels), "kvzip")
+    profile = HeadProfile(1 - np.exp(-size * levels))
     model = {"batch": 1, "kv_heads": 3, "query_heads": 9, "head_dim": 64, "max_prompt": 4096,
              "max_new": 0}  # fmt: skip
 
@@ -247,8 +247,9 @@ def test_every_may_stand_inside():
 
 def test_infinigen_gets_the_calibration_of_each_layers_heads():
     tx = chain(ByHead(SNAPKV, SMALL), kvjax.InfiniGen(16, alpha=None, dense_layers=()))
-    whole = kvjax.calibrate_infinigen(model(), RAGGED[:1]).projections
-    layers = kvjax.bind(kvjax.calibrated(tx, model(), RAGGED[:1]), 2)
+    calibrated = kvjax.calibrated(tx, model(), RAGGED[:1])
+    whole = calibrated.parts[1].calibration.projections
+    layers = kvjax.bind(calibrated, 2)
     for number, layer in enumerate(layers):
         for heads, part in zip(layer.heads, by_head_groups(layer), strict=True):
             (infinigen,) = part.parts[1:]
@@ -301,7 +302,7 @@ def test_one_reading_serves_it():
 
 def test_a_serialized_step_has_the_heads_of_its_layer():
     """Two layers of one layout, in one program."""
-    profile = HeadProfile(np.array([[[0.9, 1], [0.1, 1]], [[0.1, 1], [0.9, 1]]]), "snapkv")
+    profile = HeadProfile(np.array([[[0.9, 1], [0.1, 1]], [[0.1, 1], [0.9, 1]]]))
     layers = kvjax.bind(ByHead(SNAPKV, profile), 2)
     assert layers[0] == layers[1]
     tokens = Tokens.random(rows=1, length=40, kv_heads=2, query_heads=4)
@@ -352,7 +353,7 @@ BAD = {
     "safeguard's type": (lambda: ByHead(KVZIP, SMALL, "a"), TypeError, "safeguard", "'a'"),
     "not a transform": (lambda: ByHead("kvzip", SMALL), TypeError, "kvjax.parse"),
     "missing profile": (lambda: read(ByHead(KVZIP)), ValueError, "kvjax.calibrated"),
-    "layers": (lambda: kvjax.bind(ByHead(KVZIP, SMALL), 3), ValueError, "2 layers", "of 3"),
+    "layers": (lambda: kvjax.bind(ByHead(KVZIP, SMALL), 3), ValueError, "2 layers", "expected 3"),
     "heads": (
         lambda: kvjax.init_cache(
             kvjax.bind(ByHead(KVZIP, SMALL), 2)[0], batch=1, kv_heads=3, head_dim=4,
@@ -360,7 +361,7 @@ BAD = {
         ),
         ValueError, "2 KV heads, got 3",
     ),
-    "table": (lambda: HeadProfile(np.ones((2, 3)), "kvzip"), ValueError, "(2, 3)"),
+    "table": (lambda: HeadProfile(np.ones((2, 3))), ValueError, "(2, 3)"),
     "order": (
         lambda: kvjax.HeadGroups((((0, 1), kvjax.Full()),), order=((0, 0),)), ValueError, "(0, 0)"
     ),

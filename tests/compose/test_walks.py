@@ -13,8 +13,7 @@ import kvjax.evaluation
 from kvjax import Everywhere, HeadGroups, InfiniGen, PerLayer, Quantize, SnapKV, chain, plot
 from kvjax.compose.walks import chosen, map_methods, walk
 from kvjax.compose.wrappers import map_head_groups
-from kvjax.generation.calibration import WithCalibration
-from kvjax.generation.head_profiles import with_profiles
+from kvjax.generation.calibration import measured, with_named
 from kvjax.generation.planning import plan
 from kvjax.models.blocks import wants_prediction
 from kvjax.protocol import Wrapper
@@ -95,11 +94,11 @@ def calibrated(name: str) -> kvjax.KVTransform:
 
 @functools.cache
 def whole() -> InfiniGenCalibration:
-    return kvjax.calibrate_infinigen(model(), RAGGED[:1])
+    return measured(InfiniGen(), model(), RAGGED[:1])
 
 
 def whole_of(head: int) -> InfiniGenCalibration:
-    return InfiniGenCalibration(whole().projections[:, [head]])
+    return whole().of_heads((head,))
 
 
 def by_heads(layer: kvjax.KVTransform) -> list[tuple[tuple[int, ...], kvjax.KVTransform]]:
@@ -127,7 +126,7 @@ def test_every_infinigen_is_calibrated_for_its_heads(name):
 def test_one_calibration_serves_all(monkeypatch):
     calls, calibration = [], whole()
     monkeypatch.setattr(
-        "kvjax.generation.calibration.calibrate_infinigen",
+        "kvjax.generation.calibration.measured",
         lambda *given: calls.append(given) or calibration,
     )
     kvjax.calibrated(not_first(SELECTS, chain(STORES, SELECTS)), model(), RAGGED[:1])
@@ -164,11 +163,12 @@ def test_the_rest_of_a_composition_stays_as_it_is(name):
 @MOST_SLOW
 def test_a_plan_has_the_bytes_of_a_calibration(name):
     size = {"max_prompt": 64, "max_new": 16}
-    shape = (LAYERS, 2, 8, 2)
-    largest = WithCalibration(InfiniGenCalibration(np.ones(shape, np.float32)))
+    largest = InfiniGenCalibration(np.ones((LAYERS, 2, 8, 2), np.float32))
     given = plan(model(), COMPOSITIONS[name], **size)
     expected = [
-        kvjax.compose.walks.map_methods(largest, layer)
+        map_methods(
+            lambda tx, _: tx.with_learned(largest) if isinstance(tx, InfiniGen) else tx, layer
+        )
         for layer in kvjax.bind(COMPOSITIONS[name], LAYERS)
     ]
     own = plan(model(), PerLayer(lambda layer, _: expected[layer]), **size)
@@ -178,7 +178,7 @@ def test_a_plan_has_the_bytes_of_a_calibration(name):
 
 SHARED = kvjax.ByHead(
     SnapKV(0.5, window=8),
-    kvjax.HeadProfile(np.array([[[0.8, 1.0], [0.0, 1.0]], [[0.2, 1.0], [0.4, 1.0]]]), "snapkv"),
+    kvjax.HeadProfile(np.array([[[0.8, 1.0], [0.0, 1.0]], [[0.2, 1.0], [0.4, 1.0]]])),
 )
 EVICTS_AND_STORES = Around(chain(EVICTS, STORES))
 RING = kvjax.Ring(WINDOW)
@@ -267,17 +267,16 @@ OF_ALL_HEADS = {  # their head groups have a method for all heads
 }  # fmt: skip
 EVERY_COMPOSITION = {  # with the number of layers that it is for
     **{name: (tx, LAYERS) for name, tx in (COMPOSITIONS | OF_ALL_HEADS).items()},
-    **{f"case {name}": (tx, cases.CALIBRATION.num_layers) for name, tx in cases.CASES.items()},
+    **{f"case {name}": (tx, cases.CALIBRATION.shape[0]) for name, tx in cases.CASES.items()},
 }
 WALKS = {
     "map_methods": lambda tx: map_methods(lambda method, _: method, tx),
-    "map_methods around by_head": lambda tx: map_methods(lambda x, _: x, tx, by_head=False),
     "chosen": lambda tx: PerLayer(lambda layer, layers: chosen(tx, layer, layers)),
     "bind": lambda tx: PerLayer(lambda layer, layers: kvjax.bind(tx, layers)[layer]),
     "map_head_groups": lambda tx: PerLayer(
         lambda layer, layers: map_head_groups(lambda x: x, kvjax.bind(tx, layers)[layer])
     ),
-    "with_profiles": lambda tx: with_profiles(tx, model(), lambda: pytest.fail("none is missing")),
+    "with_named": lambda tx: with_named(tx, model()),
 }
 
 

@@ -62,8 +62,8 @@ def test_a_budget_by_head(tmp_path):
     model, size = random_decoder(CONFIG), {"max_prompt": 160, "max_new": 24}
     table = np.ones((LAYERS, HEADS, 2))
     table[..., 0] = np.linspace(0.1, 0.9, LAYERS * HEADS).reshape(LAYERS, HEADS)
-    profile = kvjax.HeadProfile(table, "snapkv")
-    kvjax.save_profile(tmp_path / "heads", profile, model)
+    profile = kvjax.HeadProfile(table)
+    kvjax.save_calibration(tmp_path / "heads", kvjax.ByHead(kvjax.SnapKV(0.5), profile), model)
     snapkv = kvjax.SnapKV(0.5)
 
     def planned(tx):
@@ -75,7 +75,7 @@ def test_a_budget_by_head(tmp_path):
     held = kvjax.evaluation.memory_bytes(context.caches)["device"]
     assert planned(kvjax.ByHead(snapkv, str(tmp_path / "heads"))) == planned(tx) == held
     assert planned(kvjax.ByHead(snapkv)) == planned(snapkv)
-    with pytest.raises(ValueError, match="of the scores of snapkv, and by_head here needs"):
+    with pytest.raises(ValueError, match=r"of by_head\(snapkv\), and by_head\(kvzip\) needs"):
         planned(kvjax.ByHead(kvjax.KVzip(0.5), str(tmp_path / "heads")))
 
 

@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 
 import kvjax
-from tests.support.attending import Tokens, right, run, slots_of
+from kvjax.registry import METHODS
+from kvjax.serialization import from_json, to_json
+from tests.generation.test_generate import RAGGED, model
+from tests.generation.test_head_profiles import LOOKED_UP, SAMPLE, of_head
+from tests.references.repetition import repetition
+from tests.support.attending import Tokens, right, run, same_arrays, slots_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "writing-a-method.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
@@ -67,3 +72,46 @@ def test_merge_left_conserves_mass(names):
         found = slots_of(done.prompt_cache, row, 0)
         np.testing.assert_allclose(np.exp(found["log_mass"]).sum(), length, rtol=1e-5)
         assert len(found["position"]) == min(10, length)
+
+
+def test_the_gate_learns_a_ridge_regression_of_kvzips_scores(names):
+    weights = kvjax.calibrated(names["Gate"](0.5), LOOKED_UP, SAMPLE).gate.weights
+    for layer, head in np.ndindex(2, 2):
+        x, y = [], []
+        for text in SAMPLE:
+            q, k, v = of_head(text, layer, head)
+            at = np.arange(len(text))
+            _, score = repetition((k, v, at), [(q, k, v, at + len(text))])
+            x.append(np.concatenate((k, v, np.ones((len(text), 1))), axis=1, dtype=np.float64))
+            y.append(np.log(score + 1e-6))
+        x, y = np.concatenate(x), np.concatenate(y)
+        expected = np.linalg.solve(x.T @ x + 1e-2 * np.eye(x.shape[1]), x.T @ y)
+        np.testing.assert_allclose(weights[layer, head], expected, rtol=1e-3, atol=1e-3)
+
+
+def test_the_gate_is_saved_in_a_composition_and_found_by_its_path(names, tmp_path, monkeypatch):
+    """Under `by_head`, which learns from what the gate scores, and beside another that learns."""
+    monkeypatch.setenv("KVJAX_CACHE", "off")
+    monkeypatch.setitem(METHODS, "gate", names["Gate"])
+    text = "chain(by_head(gate(budget=0.5)), infinigen(dense_layers=()))"
+    tx = kvjax.calibrated(text, model(), RAGGED[:1])
+    by_head, infinigen = tx.parts
+    learned = by_head.profile, by_head.base.gate, infinigen.calibration
+    assert [type(x).__name__ for x in learned] == [
+        "HeadProfile", "GateWeights", "InfiniGenCalibration"
+    ]  # fmt: skip
+    context = kvjax.read(model(), RAGGED[:1], transform=tx)
+    assert from_json(to_json(context.layers)) == context.layers
+    kvjax.save_context(tmp_path / "context", context, model=model())
+    loaded = kvjax.load_context(tmp_path / "context", model())
+    assert loaded.transform == tx
+    same_arrays(loaded, context)
+    path = str(tmp_path / "gate")
+    kvjax.save_calibration(path, by_head.base, model())
+    assert kvjax.load_calibration(path, model()) == by_head.base.gate
+    named = names["Gate"](0.1, gate=path)
+    assert kvjax.calibrated(named, model(), []).gate == by_head.base.gate
+    with pytest.raises(ValueError, match=r"of gate, and gate\(ridge=1.0\) needs one of its own"):
+        kvjax.read(model(), RAGGED[:1], transform=names["Gate"](0.5, ridge=1.0, gate=path))
+    with pytest.raises(ValueError, match=r"needs gate=, which it learns.*kvjax\.calibrated"):
+        kvjax.read(model(), RAGGED[:1], transform=names["Gate"](0.5))

@@ -225,7 +225,7 @@ def about_of(folder: Path) -> tuple[Path, dict]:
 
 def test_a_context_keeps_its_parameters_when_a_default_changes(tmp_path, monkeypatch):
     transform = kvjax.chain(kvjax.H2O(12), kvjax.Quantize(4, 4, "token"))
-    shares = kvjax.HeadProfile(np.array([[[0.8, 1.0], [0.1, 1.0]]] * 2), "kvzip")
+    shares = kvjax.HeadProfile(np.array([[[0.8, 1.0], [0.1, 1.0]]] * 2))
     by_head = kvjax.ByHead(kvjax.KVzip(0.5, room=8), shares)
     contexts = {
         name: kvjax.read(model(), RAGGED[:1], transform=tx, max_prompt=256, max_new=64)
@@ -243,7 +243,26 @@ def test_a_context_keeps_its_parameters_when_a_default_changes(tmp_path, monkeyp
         same_arrays(loaded.caches, context.caches)
     assert kvjax.load_context(tmp_path / "stored", model()).transform == transform
     loaded = kvjax.load_context(tmp_path / "by head", model()).transform
-    assert (loaded.profile.method, loaded.safeguard) == ("kvzip(kernel=3)", by_head.safeguard)
+    assert loaded == by_head
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_by_head_with_infinigen_is_saved(tmp_path, inside):
+    """The calibration is of all heads, and each layer's rectangles have their part of it."""
+    shares = kvjax.HeadProfile(np.array([[[0.8, 1.0], [0.1, 1.0]], [[0.2, 1.0], [0.4, 1.0]]]))
+    snapkv, infinigen = kvjax.SnapKV(0.5, window=8), kvjax.InfiniGen(8, dense_layers=())
+    by_head = kvjax.ByHead(kvjax.chain(snapkv, infinigen) if inside else snapkv, shares)
+    transform = kvjax.calibrated(
+        by_head if inside else kvjax.chain(by_head, infinigen), model(), RAGGED[:1]
+    )
+    context = kvjax.read(model(), RAGGED[:1], transform=transform, max_prompt=256, max_new=64)
+    assert any(isinstance(layer, kvjax.HeadGroups) for layer in context.layers)
+    save(tmp_path, context)
+    loaded = kvjax.load_context(tmp_path, model())
+    assert loaded.transform == transform
+    same_arrays(loaded, context)
+    expected, found = (generate(QUESTIONS[:1], each) for each in (context, loaded))
+    assert found.tokens == expected.tokens
 
 
 def test_a_context_whose_file_lacks_parameters_is_refused(saved, tmp_path):

@@ -11,10 +11,11 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import kvjax
+from kvjax import ByHead
 from kvjax.budgets.profile import shares
 from kvjax.compose import origins
 from kvjax.evaluation import ReadOnce, measure_fidelities
-from kvjax.generation.head_profiles import kept_profile, sample_of, with_profiles_of_files
+from kvjax.generation.calibration import sample_of, with_named
 from kvjax.generation.model import as_functional
 from kvjax.generation.planning import plan
 from kvjax.models import random_decoder
@@ -28,7 +29,8 @@ from tests.support.marks import some_slow
 
 SNAPKV = kvjax.SnapKV(0.5, window=8)
 SHARES = [[[0.8, 1.0], [0.1, 1.0]], [[0.2, 1.0], [0.4, 1.0]]]
-UNEQUAL = kvjax.HeadProfile(np.array(SHARES), "snapkv(window=8)")
+UNEQUAL = kvjax.HeadProfile(np.array(SHARES))
+EVEN = ByHead(kvjax.KVzip(0.5), kvjax.HeadProfile(np.ones((2, 2, 3))))
 VOCAB, LAYERS, HEADS, GROUP, DIM = 64, 2, 2, 2, 8
 SAMPLE = [np.random.default_rng(7).integers(VOCAB, size=n).tolist() for n in (60, 41)]
 
@@ -84,7 +86,7 @@ def kvzip_score(text, layer, head) -> np.ndarray:
 )
 def test_it_is_made_of_the_references_scores(method, score):
     """Shares differ by a token at most, where rounding decides which side of a threshold it is."""
-    profile = kvjax.calibrate_heads(LOOKED_UP, method, SAMPLE)
+    profile = kvjax.calibrated(ByHead(method), LOOKED_UP, SAMPLE).profile
     scores = [
         np.array([[score(text, n, h) for h in range(HEADS)] for n in range(LAYERS)])
         for text in SAMPLE
@@ -93,15 +95,14 @@ def test_it_is_made_of_the_references_scores(method, score):
         expected = head_shares.shares(scores, budget)
         np.testing.assert_allclose(shares(profile.table, budget), expected, atol=1.01 / 41)
         assert np.ptp(expected) > 0.02
-    assert profile.method.startswith(type(method).__name__.lower())
-    assert "budget" not in profile.method
 
 
 def test_layers_with_a_window_get_the_mean_of_the_others():
     """They are rings, and hold their windows: the others share the budget."""
     sizes = tuple(map(jnp.asarray, TABLES)), LAYERS, HEADS * GROUP, HEADS, DIM, VOCAB
     windowed = kvjax.FunctionalModel(looked_up, *sizes, windows=(None, 16))
-    profile = kvjax.calibrate_heads(windowed, kvjax.SnapKV(0.5, window=8, kernel=3), SAMPLE)
+    tx = ByHead(kvjax.SnapKV(0.5, window=8, kernel=3))
+    profile = kvjax.calibrated(tx, windowed, SAMPLE).profile
     scores = [np.array([[snapkv_score(text, 0, h) for h in range(HEADS)]]) for text in SAMPLE]
     for budget in (0.05, 0.2, 0.5):
         first, second = shares(profile.table, budget)
@@ -110,48 +111,48 @@ def test_layers_with_a_window_get_the_mean_of_the_others():
         np.testing.assert_allclose(second, first.mean(), rtol=1e-5)
     rings = kvjax.FunctionalModel(looked_up, *sizes, windows=(16, 16))
     with pytest.raises(ValueError, match=r"without a sliding window.*\(16, 16\)"):
-        kvjax.calibrate_heads(rings, SNAPKV, SAMPLE)
+        kvjax.calibrated(ByHead(SNAPKV), rings, SAMPLE)
 
 
 def test_a_file_brings_it_back_and_is_refused_for_other_weights(tmp_path):
     path = tmp_path / "heads.safetensors"
-    profile = kvjax.calibrate_heads(model(), kvjax.KVzip(0.5), RAGGED[:1])
-    kvjax.save_profile(path, profile, model())
-    assert kvjax.load_profile(path, model()) == profile
+    tx = kvjax.calibrated(ByHead(kvjax.KVzip(0.5)), model(), RAGGED[:1])
+    kvjax.save_calibration(path, tx, model())
+    assert kvjax.load_calibration(path, model()) == tx.profile
     assert path.stat().st_size < 20_000
     other = random_decoder(CONFIG, seed=4)
     with pytest.raises(ValueError, match=r"heads.safetensors is of another model: its weights.*"
                        r"there, .* here"):  # fmt: skip
-        kvjax.load_profile(path, other)
+        kvjax.load_calibration(path, other)
     with pytest.raises(ValueError, match="of another model"):
-        kvjax.calibrated(kvjax.ByHead(kvjax.KVzip(0.5), str(path)), other, [])
+        kvjax.calibrated(ByHead(kvjax.KVzip(0.5), str(path)), other, [])
     named = kvjax.parse(f"by_head(kvzip, profile={str(path)!r})", 0.25)
     assert kvjax.parse(kvjax.unparse(named)) == named
     found = kvjax.calibrated(named, model(), [])
-    assert found.profile == profile and found.base == kvjax.KVzip(0.25)
+    assert found.profile == tx.profile and found.base == kvjax.KVzip(0.25)
 
 
 def test_a_file_is_refused_for_another_method_or_shape(tmp_path):
     """Parameters that change no score do not count."""
     path = str(tmp_path / "heads.safetensors")
-    kvjax.save_profile(path, kvjax.HeadProfile(np.ones((2, 2, 3)), "kvzip"), model())
+    kvjax.save_calibration(path, EVEN, model())
     fitted = kvjax.ByHead(kvjax.KVzip(0.5, fit=True, room=8), path)
     other = kvjax.ByHead(kvjax.KVzip(0.5, values=False), path)
-    assert kvjax.calibrated(fitted, model(), []).profile.method == "kvzip"
-    assert with_profiles_of_files(fitted, 2, 2).profile.method == "kvzip"
+    assert kvjax.calibrated(fitted, model(), []).profile == EVEN.profile
+    assert with_named(fitted, CONFIG, weights=False).profile == EVEN.profile
     made = []
     chosen = kvjax.PerLayer(lambda layer, _: other if layer else kvjax.ByHead(SNAPKV))
     for refused in (
-        lambda: kvjax.calibrated(chosen, model(), RAGGED[:1], on_profile=made.append),
-        lambda: with_profiles_of_files(chosen, 2, 2),
+        lambda: kvjax.calibrated(chosen, model(), RAGGED[:1], on_made=made.append),
+        lambda: with_named(chosen, CONFIG, weights=False),
     ):
-        with pytest.raises(ValueError, match=r"of kvzip, and by_head here needs one of kvzip\(val"):
+        with pytest.raises(ValueError, match=r"of by_head\(kvzip\), and by_head\(kvzip\(val"):
             refused()
     assert not made, "files come first"
-    with pytest.raises(ValueError, match="2 layers of 2 KV heads, and this one 4 of 2"):
-        with_profiles_of_files(fitted, 4, 2)
+    with pytest.raises(ValueError, match="2 layers of 2 KV heads, expected 4 layers of 2"):
+        with_named(fitted, dataclasses.replace(CONFIG, num_layers=4), weights=False)
     unnamed = kvjax.ByHead(kvjax.KVzip(0.5))
-    assert with_profiles_of_files(unnamed, 4, 2) is unnamed
+    assert with_named(unnamed, CONFIG, weights=False) is unnamed
 
 
 def test_a_method_without_a_name_is_refused_before_anything_is_read():
@@ -163,34 +164,25 @@ def test_a_method_without_a_name_is_refused_before_anything_is_read():
 
     unread = kvjax.FunctionalModel(call, (), LAYERS, HEADS * GROUP, HEADS, DIM, VOCAB)
     with pytest.raises(ValueError, match=r"needs a name \(kvjax.register\)"):
-        kvjax.calibrate_heads(unread, Mine(0.5), SAMPLE)
-
-
-@pytest.mark.parametrize(
-    "method", [kvjax.H2O(0.5), kvjax.StreamingLLM(0.5), kvjax.ClusterKV(0.5), kvjax.Full()]
-)
-def test_what_by_head_does_not_take_has_no_profile(method):
-    unread = kvjax.FunctionalModel(None, (), LAYERS, HEADS * GROUP, HEADS, DIM, VOCAB)
-    with pytest.raises(ValueError, match="needs a method that by_head takes"):
-        kvjax.calibrate_heads(unread, method, SAMPLE)
+        kvjax.calibrated(ByHead(Mine(0.5)), unread, SAMPLE)
 
 
 def test_where_it_cannot_be_written_is_an_error_of_the_system(tmp_path):
     path = tmp_path / "nowhere" / "heads"
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        kvjax.save_profile(path, kvjax.HeadProfile(np.ones((2, 2, 3)), "kvzip"), model())
+        kvjax.save_calibration(path, EVEN, model())
 
 
 def test_what_is_no_profile_is_refused(tmp_path):
     path = tmp_path / "file"
     with pytest.raises(ValueError, match="cannot read"):
-        kvjax.load_profile(path, model())
+        kvjax.load_calibration(path, model())
     path.write_bytes(b"no safetensors")
-    with pytest.raises(ValueError, match="is no profile of heads"):
-        kvjax.load_profile(path, model())
+    with pytest.raises(ValueError, match="holds no calibration"):
+        kvjax.load_calibration(path, model())
     save_file({"table": np.ones((1, 1, 1))}, path, metadata={"format": "another"})
-    with pytest.raises(ValueError, match="is no profile of heads: it has no format"):
-        kvjax.load_profile(path, model())
+    with pytest.raises(ValueError, match="holds no calibration: it has the format 'another'"):
+        kvjax.load_calibration(path, model())
 
 
 def test_it_is_made_once_for_a_model_a_method_and_a_text(tmp_path, monkeypatch):
@@ -198,16 +190,17 @@ def test_it_is_made_once_for_a_model_a_method_and_a_text(tmp_path, monkeypatch):
     functional, made = as_functional(model()), []
 
     def found(method=SNAPKV, sample=RAGGED[:1], of=functional):
-        return kept_profile(of, method, sample, on_made=lambda *what: made.append(what))
+        tx = kvjax.calibrated(ByHead(method), of, sample, on_made=lambda *x: made.append(x))
+        return tx.profile
 
     first = found()
     assert found() == found(kvjax.SnapKV(0.1, window=8)) == first and len(made) == 1
-    assert made[0][0] == first and made[0][1] > 0
+    assert made[0][0] == ByHead(SNAPKV) and made[0][1] > 0
     found(kvjax.SnapKV(0.5, window=4))
     found(sample=RAGGED[2:])
     found(of=as_functional(random_decoder(CONFIG, seed=4)))
-    assert len(made) == 4 and len(list((tmp_path / "profiles").iterdir())) == 4
-    for path in (tmp_path / "profiles").iterdir():
+    assert len(made) == 4 and len(list((tmp_path / "calibrations").iterdir())) == 4
+    for path in (tmp_path / "calibrations").iterdir():
         path.write_bytes(b"damaged")
     assert found() == first and len(made) == 5
     monkeypatch.setenv("KVJAX_CACHE", "off")
@@ -216,41 +209,39 @@ def test_it_is_made_once_for_a_model_a_method_and_a_text(tmp_path, monkeypatch):
 
 def test_a_file_keeps_its_parameters_when_a_default_changes(tmp_path, monkeypatch):
     path = str(tmp_path / "heads.safetensors")
-    profile = kvjax.calibrate_heads(model(), kvjax.KVzip(0.5), RAGGED[:1])
-    kvjax.save_profile(path, profile, model())
+    profile = kvjax.calibrated(ByHead(kvjax.KVzip(0.5)), model(), RAGGED[:1]).profile
+    kvjax.save_calibration(path, ByHead(kvjax.KVzip(0.5), profile), model())
     with monkeypatch.context() as patch:
         change_default(patch, kvjax.KVzip, kernel=1)
-        loaded = kvjax.load_profile(path, model())
-        assert loaded.method == "kvzip(kernel=3)"
-        np.testing.assert_array_equal(loaded.table, profile.table)
-        kept = kvjax.calibrated(kvjax.ByHead(kvjax.KVzip(0.5, kernel=3), path), model(), [])
-        assert kept.profile == loaded
+        assert kvjax.load_calibration(path, model()) == profile
+        kept = kvjax.calibrated(ByHead(kvjax.KVzip(0.5, kernel=3), path), model(), [])
+        assert kept.profile == profile
         with pytest.raises(
-            ValueError, match=r"of kvzip\(kernel=3\), and by_head here needs one of"
+            ValueError, match=r"of by_head\(kvzip\(kernel=3\)\), and by_head\(kvzip\) needs one"
         ):
-            kvjax.calibrated(kvjax.ByHead(kvjax.KVzip(0.5), path), model(), [])
-        kvjax.save_profile(path, loaded, model())
-    assert kvjax.load_profile(path, model()) == profile
+            kvjax.calibrated(ByHead(kvjax.KVzip(0.5), path), model(), [])
+        kvjax.save_calibration(path, kept, model())
+    assert kvjax.load_calibration(path, model()) == profile
     with monkeypatch.context() as patch:
         change_default(patch, kvjax.KVzip, room=8)  # it changes no score
-        assert kvjax.load_profile(path, model()) == profile
+        assert kvjax.load_calibration(path, model()) == profile
 
 
 def test_a_file_that_lacks_parameters_is_refused(tmp_path):
     """As earlier versions wrote them, and later ones see them that have more parameters."""
     path = tmp_path / "heads.safetensors"
-    kvjax.save_profile(path, kvjax.HeadProfile(np.ones((2, 2, 3)), "kvzip"), model())
+    kvjax.save_calibration(path, EVEN, model())
     with safe_open(path, framework="numpy") as file:
         about, table = file.metadata(), file.get_tensor("table")
     for method, said in (
-        ("kvzip", "kvzip needs sinks="),
+        ("by_head(kvzip)", "kvzip needs sinks="),
         (about["method"].replace("kernel=3, ", ""), "kvzip needs kernel="),
         (about["method"].replace("kernel", "smooth"), "kvzip has no parameter 'smooth'"),
         (about["method"].replace("kvzip", "kvzap"), "unknown method 'kvzap'"),
     ):
         save_file({"table": table}, path, metadata={**about, "method": method})
-        with pytest.raises(ValueError, match=rf"which kvjax 0.* wrote, .*{said}.*makes another"):
-            kvjax.load_profile(path, model())
+        with pytest.raises(ValueError, match=rf"which kvjax 0.* wrote, .*{said}.*Make another"):
+            kvjax.load_calibration(path, model())
 
 
 def test_what_is_kept_is_made_again_when_a_method_has_changed(tmp_path, monkeypatch):
@@ -266,7 +257,9 @@ def test_what_is_kept_is_made_again_when_a_method_has_changed(tmp_path, monkeypa
     kvjax.register("mine", Mine)
 
     def count(method: kvjax.KVTransform) -> int:
-        kept_profile(functional, method, RAGGED[:1], on_made=lambda *_: made.append(method))
+        kvjax.calibrated(
+            ByHead(method), functional, RAGGED[:1], on_made=lambda *_: made.append(method)
+        )
         return len(made)
 
     assert [count(Mine(0.5, window=8)), count(Mine(0.5, window=8))] == [1, 1]
@@ -304,7 +297,7 @@ class PerLayerOf:
 @pytest.mark.parametrize("name", some_slow(NAMED, "alone"))
 def test_a_profile_that_is_named_is_read_wherever_a_model_is(tmp_path, name):
     path = str(tmp_path / "heads.safetensors")
-    kvjax.save_profile(path, UNEQUAL, model())
+    kvjax.save_calibration(path, ByHead(SNAPKV, UNEQUAL), model())
     named = NAMED[name](kvjax.ByHead(SNAPKV, path))
     loaded = NAMED[name](kvjax.ByHead(SNAPKV, UNEQUAL))
     layers = kvjax.bind(loaded, LAYERS)
@@ -333,18 +326,18 @@ def ended(stream):
 def test_one_reading_takes_any_named_profile_and_keeps_what_it_has_read(tmp_path):
     path, other = (str(tmp_path / name) for name in ("heads", "other"))
     for place in (path, other):
-        kvjax.save_profile(place, UNEQUAL, model())
+        kvjax.save_calibration(place, ByHead(SNAPKV, UNEQUAL), model())
     named, later = kvjax.ByHead(SNAPKV, path), kvjax.ByHead(SNAPKV, other)
     once = ReadOnce(model(), RAGGED[:1], [named])
     (tmp_path / "heads").unlink()
     assert once.context(named).layers == once.context(later).layers
-    with pytest.raises(ValueError, match="there is no profile of heads at"):
+    with pytest.raises(ValueError, match="there is no HeadProfile at"):
         ReadOnce(model(), RAGGED[:1], [named])
 
 
 def test_entry_points_refuse_a_profile_of_other_weights(tmp_path):
     path = str(tmp_path / "heads.safetensors")
-    kvjax.save_profile(path, UNEQUAL, random_decoder(CONFIG, seed=4))
+    kvjax.save_calibration(path, ByHead(SNAPKV, UNEQUAL), random_decoder(CONFIG, seed=4))
     tx = kvjax.ByHead(SNAPKV, path)
     for refused in (
         lambda: kvjax.read(model(), RAGGED[:1], transform=tx),
@@ -361,11 +354,12 @@ def test_calibrated_gives_each_its_profile(tmp_path, monkeypatch):
     monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))
     made, snapkv = [], kvjax.SnapKV(0.5, window=8)
     tx = kvjax.chain(kvjax.ByHead(snapkv), kvjax.Quantize(8))
-    found = kvjax.calibrated(tx, model(), RAGGED[:1], on_profile=lambda *x: made.append(x))
-    assert found == kvjax.chain(kvjax.ByHead(snapkv, made[0][0]), kvjax.Quantize(8))
+    found = kvjax.calibrated(tx, model(), RAGGED[:1], on_made=lambda *x: made.append(x))
+    profile = found.parts[0].profile
+    assert found == kvjax.chain(kvjax.ByHead(snapkv, profile), kvjax.Quantize(8))
     choice = kvjax.PerLayer(lambda layer, _: kvjax.Full() if layer else kvjax.ByHead(snapkv))
     layers = kvjax.bind(kvjax.calibrated(choice, model(), RAGGED[:1]), 2)
-    assert layers[0] == kvjax.bind(kvjax.ByHead(snapkv, made[0][0]), 2)[0]
+    assert layers[0] == kvjax.bind(kvjax.ByHead(snapkv, profile), 2)[0]
     assert layers[1] == kvjax.Full() and len(made) == 1
     assert kvjax.calibrated(found, model(), []) is found
 

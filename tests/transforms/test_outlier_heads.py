@@ -107,9 +107,10 @@ def model_of(keys: np.ndarray) -> kvjax.FunctionalModel:
 KEYS, SAMPLE = np.ones((2, 64, 3, 4)), (tuple(range(60)), tuple(range(10, 50)))
 
 
-def calibrate(*args, keys=KEYS, sample=SAMPLE, **changes):
+def calibrate(threshold, share=0.04, *, keys=KEYS, sample=SAMPLE, **changes):
     options = {"chunk": 8, "sinks": 2, "recent": 4, **changes}
-    return kvjax.calibrate_outlier_heads(model_of(keys), sample, *args, **options)
+    tx = kvjax.Chelsea(0.5, outlier_threshold=threshold, outlier_share=share, **options)
+    return kvjax.calibrated(tx, model_of(keys), sample).outlier_heads
 
 
 def test_calibration_ranks_heads_as_the_reference_does():
@@ -139,14 +140,14 @@ def bind(budget=128, layers=4, heads=OUTLIERS, **changes):
 BAD = {
     "head outside": (lambda: kvjax.OutlierHeads(((4, 0),), 4, 4), ValueError, "(4, 0)", "4 layers"),
     "no pair": (lambda: kvjax.OutlierHeads(((0,),), 1, 2), TypeError, "(0,)", "pairs"),
-    "another model": (lambda: bind(layers=5), ValueError, "num_layers=4", "5 layers"),
+    "another model": (lambda: bind(layers=5), ValueError, "4 layers", "5 layers"),
     "other heads": (
         lambda: caches_of(bind(0.9, 1, kvjax.OutlierHeads(((0, 0),), 1, 2)), 4),
         ValueError, "2 KV heads", "4",
     ),
     "nothing left": (lambda: caches_of(bind(300), 4), ValueError, "300", "66", "at least 81"),
     "short sample": (lambda: calibrate(0.9, sinks=16, recent=64), ValueError, "82", "got 40"),
-    "fraction": (lambda: calibrate(0.9, 0.0), ValueError, "fraction", "(0, 1]"),
+    "fraction": (lambda: calibrate(0.9, 0.0), ValueError, "outlier_share", "(0, 1]"),
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.attention.layer import layer_caches
+from kvjax.calibration import Learner
 from kvjax.compose.bind import bind
 from kvjax.compose.origins import origin
 from kvjax.devices import automatic
@@ -30,13 +31,12 @@ from kvjax.evaluation.cells.results import Results
 from kvjax.evaluation.fidelity.fidelity import Fidelity, measure_fidelities
 from kvjax.evaluation.fidelity.perplexity import context_nll
 from kvjax.evaluation.memory import drop_compiled_code
-from kvjax.generation.calibration import calibrated
+from kvjax.generation.calibration import completed, sample_of, with_named
 from kvjax.generation.chat import chat_end_tokens
 from kvjax.generation.context import Context
 from kvjax.generation.continuation import TextDecoder, new_text
 from kvjax.generation.fingerprints import Fingerprint, checksum
 from kvjax.generation.generate import generate
-from kvjax.generation.head_profiles import sample_of, with_named_profiles, with_profiles
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.prompt_checks import bucket
 from kvjax.generation.read_once import ReadOnce
@@ -230,7 +230,7 @@ class _Measure:
     """Measures the cells of a unit, candidate by candidate.
 
     Attributes:
-      candidates: those of the material's grid, with the profiles that they name.
+      candidates: those of the material's grid, with the calibrations that they name.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class _Measure:
         self.material, self.model, self.end_tokens = material, model, end_tokens
         # Files are read now: a comparison takes hours, in which they may change.
         self.candidates = [
-            dataclasses.replace(x, transform=with_named_profiles(x.transform, model))
+            dataclasses.replace(x, transform=with_named(x.transform, model))
             for x in material.grid.candidates
         ]
         self._decode = TextDecoder(material.tokenizer)
@@ -247,14 +247,12 @@ class _Measure:
         self.calibrated = functools.cache(self._calibrated)
 
     def _calibrated(self, transform: KVTransform) -> KVTransform:
-        most = self.model.max_positions
-        transform = with_profiles(
-            transform,
-            self.model,
-            lambda: sample_of(self.material.tokens, most),
-            self.material.tokenizer,
-        )
-        return calibrated(transform, self.model, [self.material.sample(most)])
+        material, most = self.material, self.model.max_positions
+
+        def sample(method: Learner) -> list[Sequence[int]]:
+            return sample_of(material.tokens, most) if method.kept else [material.sample(most)]
+
+        return completed(transform, self.model, sample, material.tokenizer)
 
     def units(self) -> Iterator[Unit]:
         """Yields all units of the grid in order."""

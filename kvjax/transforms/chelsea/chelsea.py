@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,10 @@ from kvjax.budgets.budgets import Budget, check_budget, most_slots, rows_budget
 from kvjax.cache.payload import sum_into, take_slots, write_slots
 from kvjax.cache.selection import evictable, keep_best, newest
 from kvjax.cache.slots import KVCache, sorted_slots
-from kvjax.checks import check_count, check_layers, check_part
+from kvjax.calibration import Learner
+from kvjax.checks import check_count, check_layers, check_number, check_part
 from kvjax.decisions import Merge
-from kvjax.protocol import Extent, KVTransform, Needs, Step
+from kvjax.protocol import Extent, Full, KVTransform, Needs, Step
 from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
 from pallas_kernels import segment_merge, soft_matching
 from pallas_kernels.base.varying import varying
@@ -52,7 +54,7 @@ class Clusters(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Chelsea(KVTransform):
+class Chelsea(Learner):
     """Merges tokens with similar keys into their mean, at the prompt's end and while decoding.
 
     The first `sinks` and the newest `recent` tokens are protected. The others, in position order,
@@ -75,15 +77,21 @@ class Chelsea(KVTransform):
         `r_i = max(ratio_0 - decay · min(i, steps), floor)` of set A; i counts all passes of a head.
         By default it is a constant 1, which makes passes as few as possible. The numbers are read
         as the nearest fractions with a denominator up to a million.
-      outlier_heads: heads that keep everything, from `calibrate_outlier_heads`. The others get
-        less, so that the total stays the same. Pass the transform to `bind`.
+      outlier_heads: heads that keep everything, or the path of their file. The others get less, so
+        that the total stays the same. Pass the transform to `bind`.
       keep_layers: layers that keep everything, within the share of the outlier heads: as many of
         the outlier heads with the lowest rank are compressed instead.
+      outlier_threshold: cosine above which an edge counts when `kvjax.calibrated` finds the outlier
+        heads, between the similarities in most heads and those in the outliers. None: there are no
+        outlier heads but those that are given.
+      outlier_share: share of all heads that are outliers, rounded to the nearest count; 0.04 as in
+        the paper.
 
     Raises:
       TypeError, ValueError: no number; `budget` below `sinks + recent + 1`; a share outside (0, 1];
-        `chunk` below 2; a schedule outside [0, 1] or one whose share falls to 0; in `for_layer`,
-        heads or layers that the model does not have.
+        `chunk` below 2; a schedule outside [0, 1] or one whose share falls to 0; a threshold
+        outside (-1, 1]; in `for_layer`, heads or layers that the model does not have; in
+        `init_cache`, outlier heads that have not been found yet.
 
     Example:
       >>> import kvjax
@@ -114,10 +122,16 @@ class Chelsea(KVTransform):
     decay: float = 0.0
     steps: int = 0
     floor: float = 0.0
-    outlier_heads: OutlierHeads | None = None
+    outlier_heads: OutlierHeads | str | None = None
     keep_layers: tuple[int, ...] = ()
+    outlier_threshold: float | None = None
+    outlier_share: float = 0.04
 
     paper: ClassVar[str] = "Chelsea, arXiv 2506.11418"
+    learns = ("outlier_heads", OutlierHeads)
+    unscored: ClassVar[tuple[str, ...]] = (
+        "interval", "ratio_0", "decay", "steps", "floor", "keep_layers"
+    )  # fmt: skip
     needs = property(lambda self: Needs(writes_values=True))
     minimum = property(lambda self: self.sinks + self.recent + 1)  # the smallest workable budget
 
@@ -130,23 +144,66 @@ class Chelsea(KVTransform):
         check_budget(self.budget, self.minimum, "sinks + recent + 1")
         check_count("steps", self.steps, 0, most=_MOST_STEPS)
         self._check_schedule()
-        if not isinstance(self.outlier_heads, OutlierHeads | None):
-            raise TypeError(
-                "outlier_heads must be OutlierHeads (calibrate_outlier_heads gives them), got "
-                f"{self.outlier_heads!r}"
-            )
+        self.check_learned()
+        if self.outlier_threshold is not None:
+            check_number("outlier_threshold", self.outlier_threshold, above=-1, most=1)
+        check_number("outlier_share", self.outlier_share, above=0, most=1)
         check_layers("keep_layers", self.keep_layers)
+
+    @property
+    def lacks_calibration(self) -> bool:
+        """Tells whether outlier heads are only named, or have to be found by the threshold."""
+        if self.outlier_heads is None:
+            return self.outlier_threshold is not None
+        return isinstance(self.outlier_heads, str)
+
+    def planned(self, model: Any) -> Chelsea:
+        """Returns the method without outlier heads, with which the total stays the same."""
+        return dataclasses.replace(self, outlier_threshold=None)
+
+    def reader(self, model: Any, lengths: Sequence[int]) -> KVTransform:
+        """Returns the full cache, if all texts have tokens between sinks and recent ones."""
+        least = self.sinks + self.recent + 2
+        if min(lengths) < least:
+            raise ValueError(
+                f"every text of the sample must have at least sinks + recent + 2 = {least} tokens, "
+                f"got {min(lengths)}"
+            )
+        return Full()
+
+    def observe(self, reader: KVTransform, cache: KVCache, state: Any, step: Step) -> Array:
+        """Returns the share of set A without an edge above the threshold, of each KV head."""
+        # Keys without the sinks; the recent ones are beyond `count`.
+        keys = cache.k.read()[:, :, self.sinks :]
+        count = jnp.broadcast_to(cache.length[:, None], keys.shape[:2]) - self.sinks - self.recent
+        similarity, _ = soft_matching(keys, count, chunk=self._chunk(keys.shape[2]))
+        edges = similarity > -jnp.inf
+        unmatched = edges & (similarity <= self.outlier_threshold)
+        return (unmatched.sum(-1) / edges.sum(-1))[0]
+
+    def learn(self, model: Any, observed: Sequence[Sequence[Any]]) -> OutlierHeads:
+        """Ranks the heads by their mean score over the texts."""
+        scores = np.mean(observed, axis=0)
+        # A stable sort leaves the lower head first where scores are equal.
+        ranked = np.argsort(-scores, axis=None, kind="stable")
+        count = max(1, round(self.outlier_share * scores.size))
+        heads = tuple(divmod(int(head), model.kv_heads) for head in ranked[:count])
+        return OutlierHeads(heads, model.num_layers, model.kv_heads)
+
+    def _chunk(self, slots: int) -> int:
+        return max(slots, 2) if self.chunk == "whole" else self.chunk
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
         """Separates the outlier heads; the others share the remaining budget."""
-        if self.outlier_heads is None and not self.keep_layers:
+        if self.lacks_calibration or (self.outlier_heads is None and not self.keep_layers):
             return self
-        outliers = self.outlier_heads or OutlierHeads((), num_layers, kv_heads=1)
-        if outliers.num_layers != num_layers:
-            raise ValueError(f"{outliers!r} is of another model, got {num_layers} layers")
+        outliers: Any = self.outlier_heads or OutlierHeads((), num_layers, kv_heads=1)
+        outliers.check_model(num_layers)
         outliers = outliers.with_layers(self.keep_layers)
         budget = outliers.remaining(self.budget, self.minimum)
-        rest = dataclasses.replace(self, budget=budget, outlier_heads=None, keep_layers=())
+        rest = dataclasses.replace(
+            self, budget=budget, outlier_heads=None, keep_layers=(), outlier_threshold=None
+        )
         return outliers.split(layer, rest)
 
     def extent(self, extent: Extent) -> Extent:
@@ -157,6 +214,8 @@ class Chelsea(KVTransform):
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Passes]:
         """Makes each row's budget and a count of passes; a share is fixed when the prompt ends."""
+        if self.lacks_calibration:
+            raise self.unlearned()
         return cache, Passes(self._rows_budget(cache), jnp.zeros(cache.shape[:2], jnp.int32))
 
     def on_prompt(self, cache: KVCache, state: Passes, step: Step) -> tuple[Merge, Passes]:
@@ -203,7 +262,7 @@ class Chelsea(KVTransform):
         mergeable &= into == token  # slots that have been merged into another are gone
         count = mergeable.sum(-1, dtype=jnp.int32)
         order = sorted_slots(mergeable, position)
-        chunk = max(into.shape[2], 2) if self.chunk == "whole" else self.chunk
+        chunk = self._chunk(into.shape[2])
         similarity, partner = soft_matching(
             take_slots(key, order), count, chunk=chunk, implementation=implementation
         )

@@ -7,14 +7,21 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
+from kvjax.calibration import Calibration
 from kvjax.checks import check_count
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.protocol import Full, KVTransform
 
 
 @dataclass(frozen=True)
-class OutlierHeads:
-    """KV heads that keep their whole cache; `calibrate_outlier_heads` finds them.
+class OutlierHeads(Calibration):
+    """KV heads that keep their whole cache: those whose keys resemble each other least.
+
+    The model reads the sample with the full cache. In each KV head, every token of set A has an
+    edge to the most similar token of set B, as in Chelsea's first pass; sinks and recent tokens are
+    in neither set. A head's score is the share of A whose edge is not above `outlier_threshold`,
+    averaged over the texts. The outliers are the `outlier_share` of all heads with the highest
+    scores, at least one head; ties go to the lower head. The paper samples WikiText-2.
 
     Args:
       heads: pairs (layer, KV head), the most outlying first.
@@ -49,7 +56,9 @@ class OutlierHeads:
             raise ValueError(f"heads must name each head once, got {self.heads}")
         if len(self.heads) >= self.total:
             raise ValueError(f"heads must leave some of {model} over, got all {self.total}")
+        super().__post_init__()
 
+    shape = property(lambda self: (self.num_layers, self.kv_heads))
     total = property(lambda self: self.num_layers * self.kv_heads)  # heads of the model
 
     def with_layers(self, layers: tuple[int, ...]) -> OutlierHeads:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets.budgets import Budget, check_budget, most_slots, rows_budget
 from kvjax.cache.payload import write_slots
 from kvjax.cache.selection import keep_best, newest
 from kvjax.cache.slots import KVCache
+from kvjax.calibration import Calibration, Learner
 from kvjax.checks import check_number
 from kvjax.decisions import Mark
 from kvjax.devices import all_heads
 from kvjax.protocol import KVTransform, Needs, Step, View
-from kvjax.transforms.infinigen.projections import InfiniGenCalibration
+from kvjax.transforms.infinigen.projections import (
+    InfiniGenCalibration,
+    WithQueries,
+    find_projections,
+)
 from kvjax.transforms.recall import Recall, of_lists
 from pallas_kernels.base.dispatch import GPU_KERNELS, choose_implementation
 
@@ -27,7 +34,7 @@ EXACT: dict[str, Any] = {"precision": jax.lax.Precision.HIGHEST}  # for products
 
 
 @dataclass(frozen=True)
-class InfiniGen(Recall):
+class InfiniGen(Recall, Learner):
     """Keeps everything, and attends to the tokens whose attention scores are predicted to be high.
 
     A calibration gives each KV head a projection P `[D, r]` to the few channels in which queries
@@ -53,11 +60,12 @@ class InfiniGen(Recall):
       alpha: distance from the highest score within which a token counts; None: `budget` alone
         decides. The paper takes 5 for Llama and 4 for OPT. Where attention sinks score far above
         everything else, such values leave little but the sinks.
-      calibration: calibration of this model, from `kvjax.calibrate_infinigen`. In `HeadGroups`, one
-        with the heads of the group.
+      calibration: of this model, or the path of its file; None: `kvjax.calibrated` makes it.
       per_query_head: every query head chooses its own tokens. False: the mean over the group
         decides for a KV head.
       dense_layers: layers that attend to everything. Give `()` to a model of two layers.
+      channels: share of the channels that a calibration takes, once for queries and once for keys;
+        0.2 as in the authors' code.
 
     Raises:
       TypeError, ValueError: a number out of range; from `bind`, a calibration of a model with
@@ -69,8 +77,8 @@ class InfiniGen(Recall):
       >>> model = random_decoder(DecoderConfig(
       ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=3, query_heads=4,
       ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128))
-      >>> calibration = kvjax.calibrate_infinigen(model, [list(range(64))])
-      >>> layers = kvjax.bind(kvjax.InfiniGen(calibration=calibration), model.num_layers)
+      >>> tx = kvjax.calibrated(kvjax.InfiniGen(), model, [list(range(64))])
+      >>> layers = kvjax.bind(tx, model.num_layers)
       >>> [type(layer).__name__ for layer in layers]
       ['Full', 'Full', 'InfiniGen']
 
@@ -88,12 +96,16 @@ class InfiniGen(Recall):
 
     budget: Budget = 0.2
     alpha: float | None = None
-    calibration: InfiniGenCalibration | None = None
+    calibration: InfiniGenCalibration | str | None = None
     per_query_head: bool = False
     dense_layers: tuple[int, ...] = (0, 1)
+    channels: float = 0.2
 
     minimum: ClassVar[int] = 1
     paper: ClassVar[str] = "InfiniGen, arXiv 2406.19707"
+    learns = ("calibration", InfiniGenCalibration)
+    dtype: ClassVar[str] = "float32"  # what it learns should not depend on how keys are stored
+    unscored: ClassVar[tuple[str, ...]] = ("alpha", "per_query_head", "dense_layers")
     needs = property(lambda self: Needs(predicted_query=True))
 
     def __post_init__(self):
@@ -101,20 +113,32 @@ class InfiniGen(Recall):
         check_budget(self.budget, self.minimum, "one token")
         if self.alpha is not None:
             check_number("alpha", self.alpha, above=0)
-        if not isinstance(self.calibration, InfiniGenCalibration | None):
-            raise TypeError(
-                "calibration must be what kvjax.calibrate_infinigen returns, got "
-                f"{self.calibration!r:.80}"
-            )
+        check_number("channels", self.channels, above=0, most=1)
+        self.check_learned()
+
+    def planned(self, model: Any) -> InfiniGen:
+        """Returns the method with the largest number of channels that it can learn."""
+        channels = min(2 * max(1, int(self.channels * model.head_dim)), model.head_dim)
+        shape = model.num_layers, model.kv_heads, model.head_dim, channels
+        return self.with_learned(InfiniGenCalibration(np.zeros(shape, np.float32)))
+
+    def reader(self, model: Any, lengths: Sequence[int]) -> KVTransform:
+        """Returns the full cache, which is read with all queries."""
+        return WithQueries(max(lengths))
+
+    def observe(self, reader: KVTransform, cache: KVCache, state: Any, step: Step) -> tuple:
+        """Returns queries and keys, with their positions."""
+        return step.query[0], step.query_position[0], cache.k.read()[0], cache.position[0]
+
+    def learn(self, model: Any, observed: Sequence[Sequence[Any]]) -> InfiniGenCalibration:
+        """Finds the strongest channels of every head, over all texts."""
+        return find_projections(observed, self.channels)
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
         """Returns the method itself, or `Full` for a dense layer."""
-        calibration = self.calibration
         # `is_bound` asks for layer 0 of 1, which must not fail for a method that is bound.
-        if calibration is not None and num_layers not in (calibration.num_layers, 1):
-            raise ValueError(
-                f"a calibration for another model: {calibration!r}, expected {num_layers} layers"
-            )
+        if isinstance(self.calibration, Calibration) and num_layers != 1:
+            self.calibration.check_model(num_layers)
         return super().for_layer(layer, num_layers)
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Float[Array, "H D r"]]:
@@ -131,19 +155,13 @@ class InfiniGen(Recall):
     def _projections(self, cache: KVCache, layer: int) -> Float[Array, "H D r"]:
         """Returns the projections of a layer; raises if they do not fit the cache."""
         calibration, (_, kv_heads, _, head_dim) = self.calibration, cache.k.shape
-        if calibration is None:
+        if not isinstance(calibration, InfiniGenCalibration):
+            raise self.unlearned()
+        expected = max(calibration.shape[0], layer + 1), kv_heads, head_dim
+        if (*calibration.shape, calibration.head_dim) != expected:
             raise ValueError(
-                "InfiniGen needs the calibration of its model: give calibration="
-                "kvjax.calibrate_infinigen(model, sample)"
-            )
-        if (calibration.kv_heads, calibration.head_dim) != (kv_heads, head_dim):
-            raise ValueError(
-                f"a calibration for another model: {calibration!r}, expected {kv_heads} KV heads "
-                f"of {head_dim} channels"
-            )
-        if layer >= calibration.num_layers:
-            raise ValueError(
-                f"a calibration for another model: {calibration!r}, given layer {layer}"
+                f"{calibration!r} is of another model: expected {kv_heads} KV heads of {head_dim} "
+                f"channels, and a layer {layer}"
             )
         return jnp.asarray(calibration.projections[layer])
 

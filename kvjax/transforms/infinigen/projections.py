@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
-import os
-from dataclasses import dataclass, field
-from pathlib import Path
-from zipfile import BadZipFile
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.files import write_whole
+from kvjax.calibration import Calibration
+from kvjax.protocol import KVTransform, Needs
 
-NAME = "infinigen_projections"  # name of the array in a file
 
+@dataclass(frozen=True)
+class InfiniGenCalibration(Calibration):
+    """Projections of queries and keys to the few channels by which `InfiniGen` predicts attention.
 
-@dataclass(frozen=True, eq=False, repr=False)
-class InfiniGenCalibration:
-    """Projections of queries and keys to a few channels; `calibrate_infinigen` computes them.
-
-    Calibrations with equal numbers are equal, and they are hashable.
+    The model reads the sample with the full cache. In each KV head, the rotated queries q of its
+    group are the rows of one matrix, and A holds the right singular vectors of that matrix. A is
+    orthogonal, so it changes no product of a query and a key, `qA · kA = q · k`, but it gathers
+    most of the product in few channels. Let k be the head's rotated keys. The projection P has the
+    columns of A for the `n = max(1, int(channels · D))` channels with the largest `Σ |q A|`, and
+    for the n channels with the largest `Σ |k A|`: at most 2n channels per head, padded with zeros
+    to the largest number that a head has. Model and sample determine it, except for the channels'
+    signs. A sample should have several times as many tokens as a head has channels.
 
     Args:
-      projections: P of every layer and KV head, from D channels to r, `[layers, H, D, r]` float32.
-        A head with fewer than r channels has columns of zeros at the end. The array is copied.
+      projections: P of every layer and KV head, from D channels to r, `[layers, H, D, r]`.
 
     Raises:
       TypeError: `projections` is no array of floats.
@@ -36,14 +37,13 @@ class InfiniGenCalibration:
       >>> import numpy as np
       >>> from kvjax.transforms.infinigen.projections import InfiniGenCalibration
       >>> calibration = InfiniGenCalibration(np.ones((4, 2, 16, 3), np.float32))
-      >>> calibration.num_layers, calibration.kv_heads, calibration.head_dim, calibration.channels
-      (4, 2, 16, 3)
+      >>> calibration.shape, calibration.head_dim, calibration.channels
+      ((4, 2), 16, 3)
       >>> calibration == InfiniGenCalibration(np.ones((4, 2, 16, 3), np.float32))
       True
     """
 
     projections: Float[np.ndarray, "N H D r"]
-    _digest: bytes = field(init=False)
 
     def __post_init__(self):
         array = np.asarray(self.projections)
@@ -56,55 +56,51 @@ class InfiniGenCalibration:
             )
         if not np.isfinite(array).all():
             raise ValueError("projections must be finite, got NaN or infinity")
-        copy = np.array(array, np.float32, order="C")
-        copy.setflags(write=False)
-        # Compiled code is looked up by transform at every call, and so by this value: comparing
-        # digests is quick.
-        digest = hashlib.sha256(repr(copy.shape).encode() + copy.tobytes()).digest()
-        object.__setattr__(self, "projections", copy)
-        object.__setattr__(self, "_digest", digest)
+        super().__post_init__()
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, InfiniGenCalibration):
-            return NotImplemented
-        return self._digest == other._digest
-
-    def __hash__(self) -> int:
-        return hash(self._digest)
-
-    def __repr__(self) -> str:
-        return (
-            f"InfiniGenCalibration(layers={self.num_layers}, kv_heads={self.kv_heads}, "
-            f"head_dim={self.head_dim}, channels={self.channels}, id={self._digest.hex()[:8]})"
-        )
-
-    num_layers = property(lambda self: self.projections.shape[0])
-    kv_heads = property(lambda self: self.projections.shape[1])
     head_dim = property(lambda self: self.projections.shape[2])
     channels = property(lambda self: self.projections.shape[3])
 
-    def save(self, path: str | os.PathLike) -> None:
-        """Writes an .npz file, at exactly this path."""
-        content = io.BytesIO()
-        np.savez(content, **{NAME: self.projections})
-        write_whole(Path(path), content.getvalue())
 
-    @classmethod
-    def load(cls, path: str | os.PathLike) -> InfiniGenCalibration:
-        """Reads a file that `save` wrote.
+@dataclass(frozen=True)
+class WithQueries(KVTransform):
+    """The full cache, with the queries of so many tokens when a prompt is complete."""
 
-        Raises:
-          OSError: there is no such file.
-          ValueError: `save` did not write it.
-        """
-        with open(path, "rb") as file:
-            try:
-                with np.load(file, allow_pickle=False) as arrays:
-                    return cls(arrays[NAME])
-            except (AttributeError, EOFError, KeyError, TypeError, ValueError, BadZipFile) as error:
-                raise ValueError(
-                    f"{os.fspath(path)!r} is no file that InfiniGenCalibration.save wrote"
-                ) from error
+    tokens: int
+
+    needs = property(lambda self: Needs(query_window=self.tokens))
+
+
+def find_projections(
+    observed: Sequence[Sequence[tuple[np.ndarray, ...]]], share: float
+) -> InfiniGenCalibration:
+    """Finds the strongest channels of every head, over all texts.
+
+    Args:
+      observed: of each text and layer, queries `[Q, T, D]`, their positions `[T]`, keys `[H, S, D]`
+        and theirs `[H, S]`; positions are -1 where there is none.
+      share: share of the channels.
+    """
+    projections = [
+        [partial_projection(*_of_head(texts, head), share) for head in range(len(texts[0][2]))]
+        for texts in zip(*observed, strict=True)
+    ]
+    # A channel may be among the first n of queries and of keys, so that heads differ in number.
+    most = max(p.shape[1] for heads in projections for p in heads)
+    padded = [[np.pad(p, ((0, 0), (0, most - p.shape[1]))) for p in x] for x in projections]
+    return InfiniGenCalibration(np.array(padded))
+
+
+def _of_head(
+    texts: Sequence[tuple[np.ndarray, ...]], head: int
+) -> tuple[Float[np.ndarray, "M D"], Float[np.ndarray, "N D"]]:
+    """Returns the queries and the keys of a KV head, of all tokens of all texts."""
+    queries, keys = [], []
+    for query, query_position, key, position in texts:
+        groups = query.reshape(len(key), -1, *query.shape[1:])  # [H, G, T, D]
+        queries.append(groups[head][:, query_position >= 0].reshape(-1, key.shape[-1]))
+        keys.append(key[head][position[head] >= 0])
+    return np.concatenate(queries), np.concatenate(keys)
 
 
 def partial_projection(

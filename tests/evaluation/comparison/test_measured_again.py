@@ -48,7 +48,9 @@ def test_a_profile_with_another_content(run, folder, tmp_path):
 
     def save(share: float) -> None:
         table = np.array([[[share, 1.0]]])
-        kvjax.save_profile(heads, kvjax.HeadProfile(table, "kvzip"), model)
+        kvjax.save_calibration(
+            heads, kvjax.ByHead(kvjax.KVzip(0.5), kvjax.HeadProfile(table)), model
+        )
 
     save(0.5)
     assert run(methods=f"h2o,{method}") == (["full", "h2o", method], [])

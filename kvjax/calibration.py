@@ -1,0 +1,207 @@
+"""What methods learn from a model: numbers measured once, on sample text, and kept as a value."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import jax
+import numpy as np
+
+from kvjax.messages import brief
+from kvjax.protocol import Full, KVTransform, State, Step
+
+if TYPE_CHECKING:
+    from kvjax.cache.slots import KVCache
+    from kvjax.compose.wrappers import MethodHeads
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a method learns from its model, as a value; the method is a `Learner`.
+
+    A subclass is a frozen dataclass. Its fields are NumPy arrays `[layers, KV heads, ...]`, and
+    numbers, texts and tuples of them. Arrays are copied and cannot be changed; those of floats are
+    in float32. Calibrations with equal fields are equal, and they are hashable, since compiled code
+    is looked up by methods and what they have learned.
+
+    Args:
+      cut_to: KV heads that the arrays are cut to, as `HeadGroups` needs them; None: all.
+    """
+
+    cut_to: MethodHeads = field(default=None, kw_only=True)
+
+    def __init_subclass__(cls, **kwargs):
+        """Keeps the decorator of a subclass from comparing arrays field by field."""
+        super().__init_subclass__(**kwargs)
+        cls.__eq__, cls.__hash__, cls.__repr__ = cls.__eq__, cls.__hash__, cls.__repr__
+
+    def __post_init__(self):
+        for name, value in list(vars(self).items()):
+            if isinstance(value, np.ndarray | jax.Array):
+                floats = np.issubdtype(value.dtype, np.floating)
+                copy = np.array(value, np.float32 if floats else None, order="C")
+                copy.setflags(write=False)
+                object.__setattr__(self, name, copy)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self._digest == other._digest
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+    def __repr__(self) -> str:
+        shapes = {name: list(x.shape) for name, x in self.arrays.items()}
+        shown = [f"{name}={x!r}" for name, x in (shapes | self.others).items()]
+        return f"{type(self).__name__}({', '.join(shown)}, id={self.id})"
+
+    @functools.cached_property
+    def _digest(self) -> bytes:
+        # Comparing digests is quick, and transforms are compared at every call.
+        shapes = [(name, x.shape, x.dtype.name) for name, x in self.arrays.items()]
+        text = repr((shapes, self.others, self.cut_to)).encode()
+        return hashlib.sha256(text + b"".join(x.tobytes() for x in self.arrays.values())).digest()
+
+    @property
+    def id(self) -> str:
+        """Eight letters that tell calibrations apart in texts."""
+        return self._digest.hex()[:8]
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The fields that are arrays."""
+        names = [x.name for x in dataclasses.fields(self)]
+        return {x: getattr(self, x) for x in names if isinstance(getattr(self, x), np.ndarray)}
+
+    @property
+    def others(self) -> dict[str, Any]:
+        """The other fields, but for `cut_to`."""
+        names = {x.name for x in dataclasses.fields(self)} - {"cut_to", *self.arrays}
+        return {name: getattr(self, name) for name in sorted(names)}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Layers and KV heads of the model."""
+        return next(iter(self.arrays.values())).shape[:2]
+
+    def check_model(self, num_layers: int, kv_heads: int | None = None) -> None:
+        """Raises ValueError unless it is of so many layers, and of so many KV heads if given."""
+        layers, heads = self.shape
+        if layers != num_layers or kv_heads not in (None, heads):
+            expected = f"{num_layers} layers" + ("" if kv_heads is None else f" of {kv_heads}")
+            raise ValueError(
+                f"{self!r} is of another model: it has {layers} layers of {heads} KV heads, "
+                f"expected {expected}"
+            )
+
+    def of_heads(self, heads: MethodHeads) -> Self:
+        """Cuts all arrays to some KV heads: the same in all layers, or those of each layer.
+
+        Raises:
+          ValueError: it has not as many heads.
+        """
+        if heads is None or self.cut_to is not None:
+            return self
+        layers, numbers = np.arange(self.shape[0])[:, None], np.array(heads)
+        if numbers.max() >= self.shape[1]:
+            raise ValueError(f"{self!r} must be of all heads of the model, got one of some")
+        cut: Any = {name: x[layers, numbers] for name, x in self.arrays.items()}
+        return dataclasses.replace(self, **cut, cut_to=heads)
+
+
+@dataclass(frozen=True)
+class Learner(KVTransform):
+    """Base class of methods that learn from a model: `kvjax.calibrated` lets them.
+
+    The model reads each text of a sample with `reader`. What `observe` returns in every layer goes
+    to `learn`, which makes the calibration.
+
+    Class attributes:
+      learns: the field that holds the calibration, or the path of its file, or None; and the class
+        of the calibration.
+      kept: whether the calibration is kept in the user's cache, where later processes find it: for
+        what belongs to a model and hardly to a text.
+      dtype: of keys and values while a text is read; None: that of the platform.
+    """
+
+    learns: ClassVar[tuple[str, type[Calibration]]]
+    kept: ClassVar[bool] = False
+    dtype: ClassVar[str | None] = None
+
+    @property
+    def learned(self) -> Any:
+        """The calibration, the path of its file, or None."""
+        return getattr(self, self.learns[0])
+
+    @property
+    def lacks_calibration(self) -> bool:
+        """Tells whether it needs a calibration that is not there, or only named."""
+        return not isinstance(self.learned, Calibration)
+
+    def with_learned(self, calibration: Calibration | str | None) -> Self:
+        """Returns the method with another calibration, or with the path of one."""
+        field: Any = {self.learns[0]: calibration}
+        return dataclasses.replace(self, **field)
+
+    def check_learned(self) -> None:
+        """Raises TypeError unless its calibration is one of its kind, a path, or None."""
+        name, kind = self.learns
+        if not isinstance(self.learned, kind | str | None):
+            raise TypeError(
+                f"{name} must be {kind.__name__}, which kvjax.calibrated makes, or the path of "
+                f"one, got {brief(self.learned)}"
+            )
+
+    def unlearned(self) -> ValueError:
+        """Returns the error of a method that is used before it has learned."""
+        return ValueError(
+            f"{brief(self)} needs {self.learns[0]}=, which it learns from its model: "
+            "kvjax.calibrated(transform, model, sample) gives it"
+        )
+
+    def source(self) -> KVTransform:
+        """Returns the method without parts that what it learns does not depend on."""
+        return self
+
+    def planned(self, model: Any) -> KVTransform:
+        """Returns a transform that takes as many bytes as this one will once it has learned.
+
+        It stands in for plans, and wherever it is found out what the method will decide.
+
+        Args:
+          model: has `num_layers`, `kv_heads`, `head_dim` and `windows`, as a
+            `kvjax.FunctionalModel` does; so in the members below.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must say what it will have learned")
+
+    def reader(self, model: Any, lengths: Sequence[int]) -> KVTransform:
+        """Returns the transform that reads the sample: `observe` sees what it asks for.
+
+        Args:
+          lengths: tokens of each text.
+
+        Raises:
+          ValueError: nothing can be learned from such a model or such texts.
+        """
+        return Full()
+
+    def observe(self, reader: KVTransform, cache: KVCache, state: State, step: Step) -> Any:
+        """Returns arrays from what a layer has read of one text; is traced.
+
+        Args:
+          reader: what has read the text, bound to the layer.
+          cache, state, step: what `reader.on_prompt` would be given, of one row.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must say what it observes")
+
+    def learn(self, model: Any, observed: Sequence[Sequence[Any]]) -> Calibration:
+        """Makes the calibration of what `observe` returned, text by text and layer by layer.
+
+        Args:
+          observed: NumPy arrays in the place of JAX's.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must say what it learns")
