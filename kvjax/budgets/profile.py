@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -201,25 +201,39 @@ def rectangles(
     needed = np.maximum(np.floor(each * tokens + ROUNDING).astype(int), minimum).tolist()
     order = sorted(range(each.size), key=lambda head: (-needed[head], head))
 
-    @functools.cache
-    def best(first: int, groups: int) -> tuple[float, int, tuple[int, ...]]:
-        """The heads from `first` on in so many groups: slots in total, groups, and their ends."""
-        if first == len(order):
-            return 0, 0, ()
-        if not groups:
-            return math.inf, 0, ()
-        ways = []
-        for end in range(first + 1, len(order) + 1):
-            total, others, ends = best(end, groups - 1)
-            total += (end - first) * needed[order[first]] + saves
-            ways.append((total, 1 + others, (end, *ends)))
-        return min(ways)
+    def cost(first: int, end: int) -> float:
+        return (end - first) * needed[order[first]] + saves
 
-    ends = best(0, min(at_most, len(order)))[2]
     return tuple(
         Rectangle(tuple(sorted(order[first:end])), needed[order[first]])
-        for first, end in zip((0, *ends), ends, strict=False)
+        for first, end in _cheapest_runs(len(order), at_most, cost)
     )
+
+
+def _cheapest_runs(
+    count: int, at_most: int, cost: Callable[[int, int], float]
+) -> list[tuple[int, int]]:
+    """Cuts the numbers from 0 to `count - 1` into at most so many runs with the least cost.
+
+    Returns the first number and the end of each run. Among equally cheap ways, the one with the
+    fewest runs is taken, then the one whose first runs are shortest.
+    """
+
+    @functools.cache
+    def best(first: int, left: int) -> tuple[float, int, tuple[int, ...]]:
+        """The numbers from `first` on in so many runs: the cost, the runs, and their ends."""
+        if first == count:
+            return 0, 0, ()
+        if not left:
+            return math.inf, 0, ()
+        ways = []
+        for end in range(first + 1, count + 1):
+            others, more, ends = best(end, left - 1)
+            ways.append((others + cost(first, end), 1 + more, (end, *ends)))
+        return min(ways)
+
+    ends = best(0, min(at_most, count))[2]
+    return list(zip((0, *ends), ends, strict=False))
 
 
 class Layout(NamedTuple):
@@ -270,7 +284,7 @@ def layouts(
     """
     ranked = -np.sort(-np.asarray(shares_of_layers, np.float64), axis=1)
     by_need = np.argsort(ranked.sum(1), kind="stable").tolist()
-    count, saved = len(by_need), saves * tokens * ranked.sum()
+    saved = saves * tokens * ranked.sum()
 
     @functools.cache
     def shared(first: int, end: int) -> tuple[Rectangle, ...]:
@@ -278,25 +292,13 @@ def layouts(
         largest = ranked[by_need[first:end]].max(0)
         return rectangles(largest, tokens, at_most=at_most, saves=saved)
 
-    @functools.cache
-    def best(first: int, left: int) -> tuple[float, int, tuple[int, ...]]:
-        """The layers from `first` on in so many layouts: slots in all, layouts, and their ends."""
-        if first == count:
-            return 0, 0, ()
-        if not left:
-            return math.inf, 0, ()
-        ways = []
-        for end in range(first + 1, count + 1):
-            slots = sum(len(r.heads) * r.slots + saved for r in shared(first, end))
-            others, more, ends = best(end, left - 1)
-            total = (end - first) * slots + saved + others
-            ways.append((total, 1 + more, (end, *ends)))
-        return min(ways)
+    def cost(first: int, end: int) -> float:
+        slots = sum(len(r.heads) * r.slots + saved for r in shared(first, end))
+        return (end - first) * slots + saved
 
-    ends = best(0, min(kinds, count))[2]
     return tuple(
         Layout(tuple(sorted(by_need[first:end])), shared(first, end))
-        for first, end in zip((0, *ends), ends, strict=False)
+        for first, end in _cheapest_runs(len(by_need), kinds, cost)
     )
 
 
