@@ -74,6 +74,10 @@ def sum_into(
     return segment_sum(x, into, places, implementation=implementation)
 
 
+# The largest number among all that go into the same place, at each of them: `max_into(x, into)`.
+max_into = jax.vmap(jax.vmap(lambda x, into: jax.ops.segment_max(x, into, x.shape[0])[into]))
+
+
 def of_rows(rows: Bool[Array, "B *H"], new: T, old: T) -> T:  # noqa: UP037
     """Takes `new` in the rows that are chosen and `old` in the others: trees of arrays `[B, ...]`.
 
@@ -204,10 +208,7 @@ class Dense:
 
     def flush(self, steps: int, moves: Moves | None = None) -> Dense:
         """Moves rows among slots; there is room for any number of new ones."""
-        if moves is None:
-            return self
-        source, slots = moves
-        return self.write(slots, self.read(source))
+        return self if moves is None else self.write(moves[1], self.read(moves[0]))
 
     def encode(self, values: Payload, k: Array, v: Array, slots: Slots) -> tuple[Dense, Dense]:
         """Returns the rows as they are."""
