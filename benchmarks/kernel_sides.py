@@ -122,10 +122,11 @@ def copy(size: int) -> Side:
 def attention(operation: Callable, **options) -> Callable:
     """The output alone of an operation that reads all slots, called as a cache calls it."""
 
-    def call(q, k, v, bias, query, position, used, *, implementation):
+    def call(q, k, v, bias, query, position, used, *, turn=None, implementation):
+        seen = pk.Seen(bias, position, used, turn=turn)
         return operation(
-            q, k, v, bias, query, position, scale=q.shape[-1] ** -0.5, used=used,
-            probabilities=False, implementation=implementation, **options,
+            pk.Queries(q, query), k, v, seen, pk.Mask(q.shape[-1] ** -0.5), probabilities=False,
+            implementation=implementation, **options,
         )[0]  # fmt: skip
 
     return call
@@ -160,9 +161,10 @@ def by_jax(x: Inputs, way: Literal["xla", "cudnn"], calls: int) -> Run:
 def listed(shape: Shape, x: Inputs, names: Names) -> Iterator[Side]:
     """Attention to lists of slots: of each, its entry, bias, position, key and value are read."""
 
-    def call(q, index, k, v, *slots, implementation):
+    def call(q, index, k, v, bias, query, position, *, implementation):
+        seen = pk.Seen(bias, position, index=after(index, q))
         return pk.gather_attention(
-            q, k, v, after(index, q), *slots, scale=q.shape[-1] ** -0.5, probabilities=False,
+            pk.Queries(q, query), k, v, seen, pk.Mask(q.shape[-1] ** -0.5), probabilities=False,
             implementation=implementation,
         )[0]  # fmt: skip
 
@@ -200,8 +202,8 @@ def codebook(shape: Shape, x: Inputs, names: Names) -> Iterator[Side]:
     frequency = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32)[None] / half)
 
     def call(q, frequency, k, v, bias, query, position, used, *, implementation):
-        turned = attention(pk.codebook_attention, turn=pk.Turn(frequency, position))
-        return turned(q, k, v, bias, query, position, used, implementation=implementation)
+        options = {"turn": pk.Turn(frequency, position), "implementation": implementation}
+        return attention(pk.codebook_attention)(q, k, v, bias, query, position, used, **options)
 
     # SpindleKV at 40 % of the full cache's bytes: tokens that are kept, entries per kept vector.
     for kept, each in ((0.5, 0.8), (0.8, 0.5)):
@@ -222,26 +224,31 @@ def prompt(shape: Shape, x: Inputs, names: Names) -> Iterator[Side]:
     if shape.batch * shape.tokens > MOST_PROMPT_TOKENS:
         return
     q, position = queries(shape)
-    tokens, scale = q.shape[3], shape.channels**-0.5
+    tokens, mask = q.shape[3], pk.Mask(shape.channels**-0.5)
     pairs = tokens * (shape.tokens - tokens) + tokens * (tokens + 1) // 2
     work = 2 * shape.batch * shape.query_heads * shape.channels * pairs  # of one product
-    places = position, x.position
 
-    def attend(q, *rest, implementation):
-        return pk.prompt_attention(q, *rest, scale=scale, implementation=implementation)[0]
+    def operands(q, bias, query, position):
+        return pk.Queries(q, query), pk.Seen(bias, position)
 
-    def and_sums(q, *rest, implementation):
+    def attend(q, k, v, *places, implementation):
+        rows, seen = operands(q, *places)
+        return pk.prompt_attention(rows, k, v, seen, mask, implementation=implementation)[0]
+
+    def and_sums(q, k, v, *places, implementation):
+        rows, seen = operands(q, *places)
         return pk.prompt_attention_and_sums(
-            q, *rest, scale=scale, implementation=implementation
+            rows, k, v, seen, mask, implementation=implementation
         )[::2]  # fmt: skip
 
-    def and_maxima(q, k, v, bias, *rest, implementation):
-        elsewhere = jnp.zeros(q.shape[:-1], jnp.float32)
+    def and_maxima(q, k, v, *places, implementation):
+        (rows, seen), elsewhere = operands(q, *places), jnp.zeros(q.shape[:-1], jnp.float32)
         return pk.prompt_attention_and_maxima(
-            q, k, v, bias, elsewhere, *rest, scale=scale, implementation=implementation
+            rows, k, v, seen, elsewhere, mask, implementation=implementation
         )[::2]  # fmt: skip
 
-    given, options = (q, x.k, x.v, x.bias, *places), {"queries": tokens}
+    places = x.bias, position, x.position
+    given, options = (q, x.k, x.v, *places), {"queries": tokens}
     yield from both(names, "prompt_attention", attend, *given, operations=2 * work, **options)
     for name, joined in ("sums", and_sums), ("maxima", and_maxima):
         name = f"prompt_attention_and_{name}"
@@ -250,12 +257,17 @@ def prompt(shape: Shape, x: Inputs, names: Names) -> Iterator[Side]:
         size = x.k.nbytes + x.v.nbytes + 2 * q.nbytes
         make = functools.partial(causal, q, x)
         yield Side("prompt_attention", "cudnn", size, make, options=options, operations=2 * work)
-    known = {"scale": scale, "implementation": names[0]}
-    lse = jax.jit(functools.partial(pk.prompt_attention, **known))(*given)[1]
-    given = q, x.k, x.bias, lse, *places
+    known = {"mask": mask, "implementation": names[0]}
+    rows, seen = operands(q, *places)
+    lse = jax.jit(functools.partial(pk.prompt_attention, **known))(rows, x.k, x.v, seen)[1]
+
+    def columns(operation, q, k, lse, *places, implementation):
+        rows, seen = operands(q, *places)
+        return operation(rows, k, seen, lse, mask, implementation=implementation)
+
     for operation in (pk.column_sums, pk.column_maxima):
-        call, name = functools.partial(operation, scale=scale), operation.__name__
-        yield from both(names, name, call, *given, operations=work, **options)
+        call, name = functools.partial(columns, operation), operation.__name__
+        yield from both(names, name, call, q, x.k, lse, *places, operations=work, **options)
 
 
 def causal(q: jax.Array, x: Inputs, calls: int) -> Run:

@@ -51,8 +51,8 @@ def _check_is_number(name: str, value: float) -> None:
         raise TypeError(f"{name} must be a number, got {brief(value)}")
 
 
-def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
-    """Raises unless `value` is one of the known names."""
+def check_choice(name: str, value: object, known: tuple[object, ...]) -> None:
+    """Raises unless `value` is one of the known names or values."""
     if value not in known:
         raise ValueError(
             f"{name} must be one of {known}, got {brief(value)}{did_you_mean(value, known)}"

@@ -35,6 +35,7 @@ from kvjax.cache.payload import of_rows, sum_into, take_slots
 from kvjax.cache.record import Record
 from kvjax.cache.rope import Rope
 from kvjax.cache.slots import KVCache, NotAskedFor
+from pallas_kernels import Mask
 
 if TYPE_CHECKING:
     from kvjax.decisions import Decision
@@ -361,8 +362,13 @@ class AttentionOptions:
 
     @property
     def static(self) -> dict[str, Any]:
-        """Scale, window and soft cap by name, as `init_cache` and `pallas_kernels` take them."""
-        return {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
+        """Scale, window and soft cap by name, as `init_cache` takes them."""
+        return self.mask._asdict()
+
+    @property
+    def mask(self) -> Mask:
+        """Scale, window and soft cap as the operations of `pallas_kernels` take them."""
+        return Mask(self.scale, self.window, self.soft_cap)
 
     def of_heads(self, index: Int[Array, " N"]) -> AttentionOptions:
         """Takes the sinks of some of the query heads."""

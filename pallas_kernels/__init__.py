@@ -17,6 +17,7 @@ from pallas_kernels.attention.prompt import (
 )
 from pallas_kernels.attention.quantized import quantized_attention
 from pallas_kernels.attention.rotation import Turn
+from pallas_kernels.base.logits import Mask, Queries, Seen
 from pallas_kernels.formats.bits import (
     Encoded,
     dequantise_groups,
@@ -43,7 +44,10 @@ from pallas_kernels.recall.page_scores import page_scores
 
 __all__ = [
     "Encoded",
+    "Mask",
+    "Queries",
     "References",
+    "Seen",
     "Turn",
     "build_indices",
     "codebook_attention",

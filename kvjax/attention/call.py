@@ -72,7 +72,7 @@ class Call:
     @property
     def kernel_options(self) -> dict:
         """Static options by name, as the operations of `pallas_kernels` take them."""
-        return {**self.options.static, "implementation": self.implementation}
+        return {"mask": self.options.mask, "implementation": self.implementation}
 
     def of_heads(self, kv_heads: Heads, group: int) -> Call:
         """The call for some KV heads: with the sinks of their query heads."""

@@ -36,6 +36,8 @@ from kvjax.compose.wrappers import HeadGroups
 from kvjax.decisions import decide
 from kvjax.protocol import Chunk, KVTransform, Look, Stage, Step, accumulated_attention, on_request
 from pallas_kernels import (
+    Queries,
+    Seen,
     prompt_attention,
     prompt_attention_and_maxima,
     prompt_attention_and_sums,
@@ -91,8 +93,8 @@ def read(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B 
         keys = call.rope.rotate(keys, key_positions(needs, kv))
         q = call.rope.rotate(q, query_positions(needs, kv, slots, positions))
     grouped = q.reshape(q.shape[0], kv.shape[1], -1, *q.shape[2:])
-    where, options = (positions, kv.position), call.kernel_options
-    args, sinks = (grouped, keys, kv.v.read(), kv.log_mass, *where), call.options.sinks
+    seen, sinks, options = Seen(kv.log_mass, kv.position), call.options.sinks, call.kernel_options
+    args = Queries(grouped, positions), keys, kv.v.read(), seen
     if needs.accumulated_attention:
         out, _, mass = prompt_attention_and_sums(*args, sinks=sinks, **options)
         kv = add_attention(kv, mass.reshape(q.shape[0], -1, kv.slots))
@@ -148,10 +150,11 @@ def look(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B 
     at = jnp.broadcast_to(positions[:, None], k.shape[:3])
     mass = jnp.where(at >= 0, 0.0, -jnp.inf)
     # The piece and the sinks are one part of each query's softmax, and the prompt is the other.
-    out, lse = prompt_attention(q, k, v, mass, positions, at, **options)
+    queries = Queries(q, positions)
+    out, lse = prompt_attention(queries, k, v, Seen(mass, at), **options)
     elsewhere, out = beside_sinks(call.options.sinks, lse, out)
     of_prompt, lse, received = prompt_attention_and_maxima(
-        q, keys, kv.v.read(), kv.log_mass, elsewhere, positions, kv.position, **options
+        queries, keys, kv.v.read(), Seen(kv.log_mass, kv.position), elsewhere, **options
     )
     share = jnp.where(elsewhere > -jnp.inf, jnp.exp(elsewhere - lse), 0.0)[..., None]
     out = of_prompt.astype(jnp.float32) + share * out.astype(jnp.float32)

@@ -8,11 +8,11 @@ from jaxtyping import Array, Float
 
 from kvjax.attention.call import Call, Tokens, add_attention, key_positions, query_positions
 from kvjax.attention.layer import LayerCache
-from kvjax.cache.payload import Dense, Seen
+from kvjax.cache.payload import Dense
 from kvjax.cache.slots import append
 from kvjax.compose.chain import decide_parts
 from kvjax.protocol import Needs, Step, View, on_request, selected_by
-from pallas_kernels import Turn
+from pallas_kernels import Queries, Seen, Turn
 
 
 def decode(
@@ -59,12 +59,11 @@ def _attention(
     grouped = q.reshape(q.shape[0], lists, -1, *q.shape[2:])
     asked = needs.accumulated_attention or needs.decode_mass
     options = {"probabilities": asked, "sinks": call.options.sinks, **call.kernel_options}
-    seen = Seen(kv.log_mass, kv.position, kv.used, rotation)
-    if view.rows is None:
-        out, probabilities = kv.k.attention(kv.v, grouped, seen, positions, index=index, **options)
-    else:
-        keys, values = map(Dense, view.rows)
-        out, probabilities = keys.attention(values, grouped, seen.of(index), positions, **options)
+    seen = Seen(kv.log_mass, kv.position, kv.used, index=index, turn=rotation)
+    keys, values = kv.k, kv.v
+    if view.rows is not None:
+        (keys, values), seen = map(Dense, view.rows), seen.listed()
+    out, probabilities = keys.attention(values, Queries(grouped, positions), seen, **options)
     mass = None
     if asked:
         mass = view.to_slots(probabilities.sum(3)).reshape(q.shape[0], -1, kv.slots)

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.budgets.heads import HeadShares
-from kvjax.checks import MOST_COUNT
+from kvjax.checks import check_count, check_number
 from kvjax.messages import brief
 
 Budget = int | float | Callable[[np.ndarray], np.ndarray]
@@ -42,12 +42,11 @@ def check_budget(budget: Budget, minimum: int, why: str) -> None:
             f"budget must be an int (slots) or a float (share of the prompt), got {brief(budget)}"
         )
     if isinstance(budget, float | np.floating):
-        if not 0.0 < budget <= 1.0:
-            raise ValueError(f"a float budget must lie in (0, 1], got {budget}")
+        check_number("a float budget", budget, 0.0, 1.0)
     elif budget < minimum:
         raise ValueError(f"budget must be at least {minimum} ({why}), got {brief(budget)}")
-    elif budget > MOST_COUNT:
-        raise ValueError(f"budget must be at most {MOST_COUNT} slots, got {brief(budget)}")
+    else:
+        check_count("budget", budget, minimum)
 
 
 def slots_for(budget: Budget, lengths: np.ndarray | int, minimum: int) -> np.ndarray:

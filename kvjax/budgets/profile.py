@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -185,8 +185,34 @@ def rectangles(
 
     return tuple(
         Rectangle(tuple(sorted(order[first:end])), needed[order[first]])
-        for first, end in _runs(len(order), at_most, cost)
+        for first, end in _cheapest_runs(len(order), at_most, cost)
     )
+
+
+def _cheapest_runs(
+    count: int, at_most: int, cost: Callable[[int, int], float]
+) -> list[tuple[int, int]]:
+    """Cuts the numbers from 0 to `count - 1` into at most so many runs with the least cost.
+
+    Returns the first number and the end of each run. Among equally cheap ways, the one with the
+    fewest runs is taken, then the one whose first runs are shortest.
+    """
+
+    @functools.cache
+    def best(first: int, left: int) -> tuple[float, int, tuple[int, ...]]:
+        """The numbers from `first` on in so many runs: the cost, the runs, and their ends."""
+        if first == count:
+            return 0, 0, ()
+        if not left:
+            return math.inf, 0, ()
+        ways = []
+        for end in range(first + 1, count + 1):
+            others, more, ends = best(end, left - 1)
+            ways.append((others + cost(first, end), 1 + more, (end, *ends)))
+        return min(ways)
+
+    ends = best(0, min(at_most, count))[2]
+    return list(zip((0, *ends), ends, strict=False))
 
 
 class Layout(NamedTuple):
@@ -251,37 +277,8 @@ def layouts(
 
     return tuple(
         Layout(tuple(sorted(by_need[first:end])), shared(first, end))
-        for first, end in _runs(len(by_need), kinds, cost)
+        for first, end in _cheapest_runs(len(by_need), kinds, cost)
     )
-
-
-def _runs(count: int, at_most: int, cost: Callable[[int, int], float]) -> Iterator[tuple[int, int]]:
-    """Cuts a sequence into so few runs that their costs are least in all.
-
-    Among equally good ways, the one with the fewest runs is taken, then the one whose first runs
-    are the shortest.
-
-    Args:
-      count: length of the sequence.
-      at_most: number of runs.
-      cost: of the run from `first` to `end - 1`.
-    """
-
-    @functools.cache
-    def best(first: int, left: int) -> tuple[float, int, tuple[int, ...]]:
-        """The sequence from `first` on in so many runs: their cost, number, and ends."""
-        if first == count:
-            return 0, 0, ()
-        if not left:
-            return math.inf, 0, ()
-        ways = []
-        for end in range(first + 1, count + 1):
-            others, more, ends = best(end, left - 1)
-            ways.append((cost(first, end) + others, 1 + more, (end, *ends)))
-        return min(ways)
-
-    ends = best(0, min(at_most, count))[2]
-    return zip((0, *ends), ends, strict=False)
 
 
 def _checked(scores: Sequence[np.ndarray]) -> list[np.ndarray]:

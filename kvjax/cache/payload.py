@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.nbytes import nbytes
 from kvjax.cache.rope import Rope
-from pallas_kernels import Turn, decode_attention, gather_attention, segment_sum
+from pallas_kernels import Mask, Queries, Seen, decode_attention, gather_attention, segment_sum
 from pallas_kernels.attention.call import beside_sinks
 from pallas_kernels.base.rows import take_slots
 
@@ -74,6 +74,10 @@ def sum_into(
     return segment_sum(x, into, places, implementation=implementation)
 
 
+# The largest number among all that go into the same place, at each of them: `max_into(x, into)`.
+max_into = jax.vmap(jax.vmap(lambda x, into: jax.ops.segment_max(x, into, x.shape[0])[into]))
+
+
 def of_rows(rows: Bool[Array, "B *H"], new: T, old: T) -> T:  # noqa: UP037
     """Takes `new` in the rows that are chosen and `old` in the others: trees of arrays `[B, ...]`.
 
@@ -89,33 +93,6 @@ def of_rows(rows: Bool[Array, "B *H"], new: T, old: T) -> T:  # noqa: UP037
 def free_bytes(arrays: object, taken: int, places: int) -> int:
     """Returns the bytes of free places, of arrays that have as many bytes for each place."""
     return round(nbytes(arrays) * (places - taken) / places) if places else 0
-
-
-class Seen(NamedTuple):
-    """The slots of a cache as attention sees them.
-
-    Args:
-      bias: number that attention adds to the logit of each slot, `-inf` where it is free.
-      position: position of each slot, -1 where it is free.
-      used: per row and head, the slot from which on no slot is live.
-      rotate: how stored keys are rotated; None: they are rotated already.
-    """
-
-    bias: Float[Array, "B H S"]
-    position: Int[Array, "B H S"]
-    used: Int[Array, "B H"]
-    rotate: Turn | None
-
-    def of(self, index: Int[Array, "B K N"]) -> Seen:
-        """Selects the slots of each list; an entry -1 becomes a free slot."""
-        is_slot, slot = index >= 0, jnp.maximum(index, 0)
-        rotate = self.rotate
-        return Seen(
-            bias=jnp.where(is_slot, take_slots(self.bias, slot), -jnp.inf),
-            position=jnp.where(is_slot, take_slots(self.position, slot), -1),
-            used=jnp.full(index.shape[:2], index.shape[2], jnp.int32),
-            rotate=None if rotate is None else rotate.at(take_slots(rotate.position, slot)),
-        )
 
 
 class Slots(NamedTuple):
@@ -181,21 +158,21 @@ class Payload(Protocol):
     def attention(
         self,
         values: Payload,
-        q: Float[Array, "B K G T D"],
+        queries: Queries,
         seen: Seen,
-        positions: Int[Array, "B T"],
+        mask: Mask,
         *,
-        index: Int[Array, "B K N"] | None = None,
+        sinks: Float[Array, " Q"] | None = None,
         probabilities: bool,
         implementation: str | None,
-        sinks: Float[Array, " Q"] | None = None,
-        **logits,
     ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T N"] | None]:
         """Returns the output of attention and, if asked for, the probability of each slot.
 
-        Attention is to all slots (K = H, N = S). With `index`, it is to the N slots of each of K
-        lists, one per KV head or per query head; -1: no slot. List k reads head `k // (K / H)`.
-        `sinks` and `logits` are those of `AttentionOptions`.
+        Attention is to all slots (K = H, N = S), or to the N slots of each of K lists where `seen`
+        has an index: one list per KV head or per query head.
+
+        Args:
+          sinks: logits of a learned sink of each query head; None: there are none.
         """
 
 
@@ -231,10 +208,7 @@ class Dense:
 
     def flush(self, steps: int, moves: Moves | None = None) -> Dense:
         """Moves rows among slots; there is room for any number of new ones."""
-        if moves is None:
-            return self
-        source, slots = moves
-        return self.write(slots, self.read(source))
+        return self if moves is None else self.write(moves[1], self.read(moves[0]))
 
     def encode(self, values: Payload, k: Array, v: Array, slots: Slots) -> tuple[Dense, Dense]:
         """Returns the rows as they are."""
@@ -247,25 +221,16 @@ class Dense:
     def attention(
         self,
         values: Dense,
-        q: Float[Array, "B K G T D"],
+        queries: Queries,
         seen: Seen,
-        positions: Int[Array, "B T"],
+        mask: Mask,
         *,
-        index: Int[Array, "B K N"] | None = None,
         sinks: Float[Array, " Q"] | None = None,
         **options,
     ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T N"] | None]:
         """Returns the output and, if asked for, the probability of each slot or list entry."""
-        keys = self.data if seen.rotate is None else seen.rotate.rotate(self.data)
-        if index is None:
-            out, lse, probabilities = decode_attention(
-                q, keys, values.data, seen.bias, positions, seen.position,
-                used=seen.used, **options,
-            )  # fmt: skip
-        else:
-            out, lse, probabilities = gather_attention(
-                q, keys, values.data, index, seen.bias, positions, seen.position, **options
-            )
+        attend = decode_attention if seen.index is None else gather_attention
+        out, lse, probabilities = attend(queries, self.data, values.data, seen, mask, **options)
         # Sinks take a share of the probability; the kernels leave it to the slots.
         _, out, probabilities = beside_sinks(sinks, lse, out, probabilities)
         return out, probabilities

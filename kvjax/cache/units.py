@@ -60,9 +60,7 @@ class Units(NamedTuple):
 
     def slots(self, x: Bool[Array, "B H U"]) -> Bool[Array, "B H S"]:
         """Brings what is true for each unit to the slots of its tokens; False outside of units."""
-        unit = self.position // self.size
-        inside = (unit >= 0) & (unit < self.count)
-        return take_slots(x, jnp.clip(unit, 0, self.count - 1)) & inside
+        return self.slots_of_tokens(jnp.repeat(x[..., None], self.size, axis=-1))
 
     def join(self, bits: Bool[Array, "B Q S"], heads: int | None = None) -> Bool[Array, "B U N"]:
         """Joins the bits that all heads have of a unit's tokens, token by token: `N = size·Q`.

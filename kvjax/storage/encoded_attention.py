@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.payload import Dense, Seen, Slots
+from kvjax.cache.payload import Dense, Slots
 from kvjax.storage.recent import Recent
 from pallas_kernels.attention.call import beside_sinks, join_attention, stored_attention
 from pallas_kernels.attention.decode import attention_by_products
@@ -17,8 +19,9 @@ from pallas_kernels.attention.forms import Rows, dense_rows
 from pallas_kernels.attention.rotation import Turn
 from pallas_kernels.attention.tpu_forms import reads
 from pallas_kernels.base.dispatch import choose_implementation
-from pallas_kernels.base.logits import products
+from pallas_kernels.base.logits import Mask, Queries, Seen, products
 from pallas_kernels.base.mixing import mix_rows
+from pallas_kernels.base.tiles import launch_of
 
 
 class EncodedPayload(ABC):
@@ -86,15 +89,13 @@ class EncodedPayload(ABC):
     def attention(
         self,
         values: EncodedPayload,
-        q: Float[Array, "B K G T D"],
+        queries: Queries,
         seen: Seen,
-        positions: Int[Array, "B T"],
+        mask: Mask,
         *,
-        index: Int[Array, "B K N"] | None = None,
+        sinks: Float[Array, " Q"] | None = None,
         probabilities: bool,
         implementation: str | None,
-        sinks: Float[Array, " Q"] | None = None,
-        **logits,
     ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T N"] | None]:
         """Attends in a decode step; returns the output and, if `probabilities`, each slot's.
 
@@ -103,24 +104,24 @@ class EncodedPayload(ABC):
         their basis. A term that all products with keys lack does not change a softmax. It is
         computed only for a soft cap and for sinks, which depend on the logits themselves.
         """
-        absolute = logits["soft_cap"] is not None or sinks is not None
-        shift = self._offset(q) if absolute else None
-        if index is not None:
-            slots = jnp.maximum(index, 0)  # an entry of -1 is hidden by its bias
+        absolute = mask.soft_cap is not None or sinks is not None
+        shift = self._offset(queries.q) if absolute else None
+        if seen.index is not None:
+            slots = jnp.maximum(seen.index, 0)  # an entry of -1 is hidden by its bias
             if shift is None:
-                keys, q = Dense(self._selected(slots)), self._basis(q)
+                keys = Dense(self._selected(slots))
+                queries = queries._replace(q=self._basis(queries.q))
             else:
                 keys = Dense(self.read(slots))
-            selected_values = Dense(values._selected(slots))
-            options = {"probabilities": probabilities, "implementation": implementation}
             out, probability = keys.attention(
-                selected_values, q, seen.of(index), positions, sinks=sinks, **options, **logits
-            )
+                Dense(values._selected(slots)), queries, seen.listed(), mask, sinks=sinks,
+                probabilities=probabilities, implementation=implementation,
+            )  # fmt: skip
             return values._basis(out).astype(values.dtype), probability
-        recent, rotate = self.recent, seen.rotate
+        queries, recent, turn = queries._replace(shift=shift), self.recent, seen.turn
         chosen = choose_implementation(
             implementation, *jax.tree.leaves((self, values)),
-            for_tpu=rotate is None and reads(self._rows(), values._rows()),
+            for_tpu=turn is None and reads(self._rows(), values._rows()),
         )  # fmt: skip
         pieces = [seen]
         if recent is not None:
@@ -128,15 +129,19 @@ class EncodedPayload(ABC):
             # piece of their own.
             hide = jax.vmap(jax.vmap(lambda x, slot: x.at[slot].set(-jnp.inf, mode="drop")))
             bias = jnp.where(recent.there, recent.of_slots(seen.bias), -jnp.inf)
-            if rotate is not None:
-                rotate = rotate.at(recent.of_slots(rotate.position))
-            recent_piece = Seen(bias, recent.of_slots(seen.position), None, rotate)
+            if turn is not None:
+                turn = turn.at(recent.of_slots(turn.position))
+            recent_piece = Seen(bias, recent.of_slots(seen.position), turn=turn)
             pieces = [seen._replace(bias=hide(seen.bias, recent.slots)), recent_piece]
         if chosen == "xla":
-            out, lse, by_piece = self._by_products(values, q, shift, pieces, positions, **logits)
+            out, lse, by_piece = self._by_products(values, queries, pieces, mask)
         else:
-            options = {"probabilities": probabilities, "chosen": chosen, **logits}
-            out, lse, by_piece = self._by_kernel(values, q, shift, pieces, positions, **options)
+            launch = None if chosen == "tpu" else launch_of(self.operation, chosen)
+            attend = functools.partial(
+                stored_attention, mask=mask, launch=launch, probabilities=probabilities,
+                dtype=jnp.float32,
+            )  # fmt: skip
+            out, lse, by_piece = self._by_kernel(values, queries, pieces, attend)
         _, out, *by_piece = beside_sinks(sinks, lse, out, *by_piece)
         if not probabilities:
             return out, None
@@ -147,13 +152,7 @@ class EncodedPayload(ABC):
         return out, total
 
     def _by_products(
-        self,
-        values: EncodedPayload,
-        q: Array,
-        shift: Array | None,
-        pieces: list[Seen],
-        positions: Array,
-        **options,
+        self, values: EncodedPayload, queries: Queries, pieces: list[Seen], mask: Mask
     ) -> tuple[Array, Array, list[Array]]:
         """Attends by XLA, with one softmax over all pieces.
 
@@ -162,13 +161,12 @@ class EncodedPayload(ABC):
         slots = pieces[0].bias.shape[2]
 
         def multiply(q: Array) -> Array:
-            body_logits = self._logits(self._basis(q), pieces[0].rotate)
-            if shift is not None:
-                body_logits += shift.reshape(*body_logits.shape[:3], 1)
+            body_logits = self._logits(self._basis(q), pieces[0].turn)
+            if queries.shift is not None:
+                body_logits += queries.shift.reshape(*body_logits.shape[:3], 1)
             if self.recent is None:
                 return body_logits
-            keys, turn = self.recent.rows, pieces[1].rotate
-            recent_logits = products(q, keys if turn is None else turn.rotate(keys))
+            recent_logits = products(q, pieces[1].turned(self.recent.rows))
             return jnp.concatenate((body_logits, recent_logits), axis=-1)
 
         def mix(weights: Array, live: Array) -> Array:
@@ -180,39 +178,30 @@ class EncodedPayload(ABC):
         bias = jnp.concatenate([piece.bias for piece in pieces], axis=2)
         position = jnp.concatenate([piece.position for piece in pieces], axis=2)
         out, lse, probability = attention_by_products(
-            q, multiply, mix, bias, positions, position, dtype=values.dtype, **options
+            queries, multiply, mix, Seen(bias, position), mask, values.dtype
         )
         return out, lse, jnp.split(probability, (slots,), axis=-1)[: len(pieces)]
 
     def _by_kernel(
         self,
         values: EncodedPayload,
-        q: Array,
-        shift: Array | None,
+        queries: Queries,
         pieces: list[Seen],
-        positions: Array,
-        **options,
+        attend: Callable[..., tuple[Array, Array, Array | None]],
     ) -> tuple[Array, Array, list[Array]]:
         """Attends by the kernel to each piece, and joins the results by their log-sum-exps.
 
         Returns outputs, log-sum-exps, and the probabilities of each piece.
         """
-        inputs = [(self._basis(q), shift, self._rows(), values._rows())]
+        of_body = queries._replace(q=self._basis(queries.q))
+        results = [attend(of_body, self._rows(), values._rows(), pieces[0])]
         if self.recent is not None:
-            inputs.append((q, None, dense_rows(self.recent.rows), dense_rows(values.recent.rows)))
-        results = [
-            stored_attention(
-                self.operation, piece_q, k, v, seen.bias, positions, seen.position, end=seen.used,
-                turn=seen.rotate, shift=piece_shift, dtype=jnp.float32, **options,
-            )
-            for (piece_q, piece_shift, k, v), seen in zip(inputs, pieces, strict=True)
-        ]  # fmt: skip
+            rows = dense_rows(self.recent.rows), dense_rows(values.recent.rows)
+            results.append(attend(queries._replace(shift=None), *rows, pieces[1]))
         (body, lse, _), *of_recent = results
         parts = [(values._basis(body), lse), *((out, lse) for out, lse, _ in of_recent)]
         out, total, weights = join_attention(parts)
-        out = out.astype(values.dtype)
-        if not options["probabilities"]:
-            return out, total, []
         # A piece's probabilities are relative to the piece; its weight makes them absolute.
-        parts = zip(results, weights, strict=True)
-        return out, total, [p * weight[..., None] for (_, _, p), weight in parts]
+        pairs = ((p, weight) for (_, _, p), weight in zip(results, weights, strict=True))
+        by_piece = [p * weight[..., None] for p, weight in pairs if p is not None]
+        return out.astype(values.dtype), total, by_piece

@@ -17,7 +17,7 @@ from kvjax.decisions import Keep
 from kvjax.protocol import GroupReduce, Needs, Step
 from kvjax.transforms.held_budget import PromptBudget
 from kvjax.transforms.pooling import Pooling, check_kernel, pool
-from pallas_kernels import column_sums, prompt_attention
+from pallas_kernels import Queries, Seen, column_sums, prompt_attention
 from pallas_kernels.attention.call import beside_sinks
 
 MOST_WINDOW = 2**16
@@ -106,14 +106,14 @@ def window_attention(
     batch, kv_heads, _ = cache.shape
     q = step.query[:, :, -window:]
     q = q.reshape(batch, kv_heads, cache.group, *q.shape[2:])
-    options = {**step.options.static, "implementation": step.implementation}
+    options = {"mask": step.options.mask, "implementation": step.implementation}
     query_position = step.query_position[:, -window:]
     if weight is not None:
         query_position = jnp.where(weight > 0, query_position, -1)
-    positions = (query_position, cache.position)
+    queries, seen = Queries(q, query_position), Seen(cache.log_mass, cache.position)
     # Two passes over the keys: a sum over queries needs the log-sum-exp of each query first.
-    _, lse = prompt_attention(q, step.keys, None, cache.log_mass, *positions, **options)
+    _, lse = prompt_attention(queries, step.keys, None, seen, **options)
     (lse,) = beside_sinks(step.options.sinks, lse)
     if weight is not None:  # exp(logit - (lse - log weight)) is weight times the probability
         lse = lse - jnp.log(jnp.where(weight > 0, weight, 1.0))[:, None, None]
-    return column_sums(q, step.keys, cache.log_mass, lse, *positions, **options)
+    return column_sums(queries, step.keys, seen, lse, **options)

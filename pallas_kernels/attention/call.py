@@ -8,61 +8,45 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention.forms import Rows
-from pallas_kernels.attention.kernel import Slots, split_attention
-from pallas_kernels.attention.rotation import Turn
+from pallas_kernels.attention.kernel import split_attention
 from pallas_kernels.attention.tpu_kernel import tpu_attention
-from pallas_kernels.base.logits import live_slots, visible_slots
+from pallas_kernels.base.logits import Mask, Queries, Seen, visible_slots
 from pallas_kernels.base.seen_blocks import hull
-from pallas_kernels.base.tiles import tile_of
+from pallas_kernels.base.tiles import Launch
 
 
 def stored_attention(
-    operation: str,
-    q: Float[Array, "B H G T D"],
+    queries: Queries,
     k: Rows,
     v: Rows,
-    bias: Float[Array, "B H S"],
-    query_position: Int[Array, "B T"],
-    key_position: Int[Array, "B H S"],
+    seen: Seen,
+    mask: Mask,
+    launch: Launch | None,
     *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    dtype: DTypeLike,
     probabilities: bool,
-    chosen: str,
-    end: Int[Array, "B H"] | None = None,
-    turn: Turn | None = None,
-    shift: Float[Array, "B H G T"] | None = None,
+    dtype: DTypeLike,
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G T S"] | None]:
-    """Computes `decode_attention` of rows in any form by the kernel.
+    """Computes `decode_attention` of rows in any form by a kernel.
 
     Args:
-      operation: operation whose tile sizes are used.
+      launch: of the kernel for GPUs; None: the kernel for TPUs.
       dtype: dtype of the output.
-      chosen: result of `choose_implementation`, any but `"xla"`.
-      end: first slot that is not looked at. None: found from the bias and the positions.
-      turn: rotation of keys when they are read; None: no rotation.
-      shift: added to a query's products with all keys; None: nothing is added.
     """
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
-    first = None
+    end, first = seen.end, None
     # With a given `end` and no window, the slots need not be searched for bounds.
-    if end is None or window is not None:
-        first, last = _range(bias, query_position, key_position, window)
+    if end is None or mask.window is not None:
+        first, last = _range(seen, queries.position, mask.window)
         end = last if end is None else jnp.minimum(end, last)
-    args = (q, k, v, Slots(bias, key_position, end, first), query_position)
-    options |= {"with_logits": probabilities, "dtype": dtype, "shift": shift}
-    if chosen == "tpu":
+    args = queries, k, v, seen._replace(first=first, end=end), mask
+    options = {"with_logits": probabilities, "dtype": dtype}
+    if launch is None:
         out, lse, logits = tpu_attention(*args, **options)
     else:
-        out, lse, logits = split_attention(
-            *args, tile=tile_of(operation), interpret=chosen == "interpret", turn=turn, **options
-        )
+        out, lse, logits = split_attention(*args, launch, **options)
     if not probabilities:
         return out, lse, None
-    visible = visible_slots(bias, key_position, query_position, window)
-    slot = jnp.arange(bias.shape[2], dtype=jnp.int32)[None, None]
+    visible = visible_slots(seen, queries.position, mask.window)
+    slot = jnp.arange(seen.places, dtype=jnp.int32)[None, None]
     # Logits of slots outside of `[first, end)` were never written.
     looked_at = slot < end[..., None]
     if first is not None:
@@ -139,12 +123,12 @@ def beside_sinks(
     return jnp.logaddexp(lse, sinks), *sums
 
 
-def _range(bias, query_position, key_position, window: int | None):
+def _range(seen: Seen, query_position: Int[Array, "B T"], window: int | None):
     """Returns first and end of the slots that any query of a row sees, `[B, H]` each."""
     newest = query_position.max(1)[:, None, None]
-    visible = live_slots(bias, key_position) & (key_position <= newest)
+    visible = seen.live & (seen.position <= newest)
     if window is not None:
         none = jnp.iinfo(query_position.dtype).max
         oldest = jnp.where(query_position >= 0, query_position, none).min(1)[:, None, None]
-        visible &= key_position > oldest - window
+        visible &= seen.position > oldest - window
     return hull(visible, 2)

@@ -24,32 +24,21 @@ from pallas_kernels.attention.forms import Part, Reader, Rows, split
 from pallas_kernels.attention.rotation import Turn, cos_sin_of_turns, fixed_point, turns_of
 from pallas_kernels.base import route
 from pallas_kernels.base.kernel_parts import dot, head_part, program_part, zero
-from pallas_kernels.base.logits import finite_or_zero, live_slots, or_one
+from pallas_kernels.base.logits import (
+    Mask,
+    Queries,
+    Seen,
+    capped,
+    finite_or_zero,
+    live_slots,
+    or_one,
+)
 from pallas_kernels.base.mixing import as_weights, unscaled
-from pallas_kernels.base.tiles import Tile, power_of_two
+from pallas_kernels.base.tiles import Launch, power_of_two
 
 PARTS = 32  # parts that are joined at a time
 NOTHING = np.float32(-np.inf)
 NOWHERE = np.int32(-1)
-
-
-class Slots(NamedTuple):
-    """Bias and position of the slots, and the places `[first, end)` that a kernel looks at.
-
-    A place is a slot, or, with an `index`, an entry of the list. `*I` is empty where all rows of a
-    list look at the same places. Else it is `I`, the number of tiles that its rows are cut into.
-    """
-
-    bias: Float[Array, "B H S"]
-    position: Int[Array, "B H S"]
-    end: Int[Array, "B K *I"]
-    first: Int[Array, "B K *I"] | None = None  # None: 0
-    index: Int[Array, "B K N"] | None = None
-
-    @property
-    def places(self) -> int:
-        """Number of places (static)."""
-        return (self.bias if self.index is None else self.index).shape[2]
 
 
 class _Pair(NamedTuple):
@@ -99,14 +88,6 @@ class _Sizes(NamedTuple):
     splits: int
 
 
-class Mask(NamedTuple):
-    """Options that turn a product of query and key into a logit."""
-
-    scale: float
-    window: int | None
-    soft_cap: float | None
-
-
 class _Keys(NamedTuple):
     """Reader of keys, their pairs of parts that are rotated, and their other parts."""
 
@@ -134,21 +115,15 @@ class _Plan(NamedTuple):
 
 
 def split_attention(
-    q: Float[Array, "B K G T D"],
+    queries: Queries,
     k: Rows,
     v: Rows | None,
-    slots: Slots,
-    query_position: Int[Array, "B T"],
+    seen: Seen,
+    mask: Mask,
+    launch: Launch,
     *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    tile: Tile,
     with_logits: bool,
-    interpret: bool,
     dtype: DTypeLike,
-    turn: Turn | None = None,
-    shift: Float[Array, "B K G T"] | None = None,
 ) -> tuple[
     Float[Array, "B K G T D"] | None, Float[Array, "B K G T"], Float[Array, "B K G T N"] | None
 ]:
@@ -156,10 +131,11 @@ def split_attention(
 
     K is H or a multiple of it: list k reads head `k // (K / H)`. Without values there is no output.
     Logits are written only for tiles that are read. All other logits are undefined, and the caller
-    must mask them. A query's `shift` is added to its products with all keys; None adds nothing.
+    must mask them. The caller gives the end of the places that are seen.
     """
+    q, turn, tile = queries.q, seen.turn, launch.tile
     batch, lists, group, tokens, channels = q.shape
-    rows, places = group * tokens, slots.places
+    rows, places = group * tokens, seen.places
     if not batch * lists * rows * places:
         out, lse, logits = nothing(q, dtype, places, with_logits)
         return None if v is None else out, lse, logits
@@ -168,16 +144,18 @@ def split_attention(
     row_tiles = pl.cdiv(rows, row_tile)
     block = tile.block(max(x.reader.row_bytes for x in (k, v) if x is not None), places)
     splits = tile.splits(batch * lists * row_tiles, places, block, row_tile)
-    queries = q.astype(k.reader.dtype).reshape(batch, lists, rows, channels)
-    shift = None if shift is None else shift.astype(jnp.float32).reshape(batch, lists, rows)
+    shift = queries.shift
+    if shift is not None:
+        shift = shift.astype(jnp.float32).reshape(batch, lists, rows)
     rotated = {"frequency": None, "turn_position": None}
     if turn is not None:
         rotated["frequency"] = fixed_point(turn.inv_freq)[:, None]
-        if turn.position is not slots.position:
+        if turn.position is not seen.position:
             rotated["turn_position"] = turn.position
     arrays = _Refs(
-        query_position, queries, shift, slots.end, slots.first, slots.index, slots.bias,
-        slots.position, k.arrays, None if v is None else v.arrays, **rotated,
+        queries.position, q.astype(k.reader.dtype).reshape(batch, lists, rows, channels), shift,
+        seen.end, seen.first, seen.index, seen.bias, seen.position,
+        k.arrays, None if v is None else v.arrays, **rotated,
         out=None if v is None else jax.ShapeDtypeStruct(
             (batch, lists, splits, rows, channels), dtype if splits == 1 else jnp.float32
         ),
@@ -190,7 +168,7 @@ def split_attention(
     plan = _Plan(
         tree,
         _Sizes(row_tile, rows, tokens, places, block, splits),
-        Mask(scale, window, soft_cap),
+        mask,
         _keys(k.reader, turn),
         _Values(None, []) if v is None else _Values(v.reader, split(0, channels, v.reader.grain)),
     )
@@ -202,13 +180,13 @@ def split_attention(
         out_shape=leaves[inputs:],
         num_warps=tile.warps,
         num_stages=tile.stages_of(query_bytes),
-        interpret=interpret,
+        interpret=launch.interpret,
         name="split_attention",
     )(*leaves[:inputs])
     out = None if v is None else results[0]
     lse, logits = results[-2:] if with_logits else (results[-1], None)
     if splits > 1:
-        out, lse = _join(out, lse, dtype, interpret)
+        out, lse = _join(out, lse, dtype, launch.interpret)
     per_query = (batch, lists, group, tokens)
     return (
         None if out is None else out.reshape(*per_query, channels),
@@ -411,9 +389,7 @@ def mask_tile(
 
     They are those of `mask_products`.
     """
-    logits = products * mask.scale
-    if mask.soft_cap is not None:
-        logits = mask.soft_cap * jnp.tanh(logits / mask.soft_cap)
+    logits = capped(products * mask.scale, mask.soft_cap)
     visible = live[None, :] & (position[None, :] <= query_position[:, None])
     if mask.window is not None:
         visible &= position[None, :] > query_position[:, None] - mask.window

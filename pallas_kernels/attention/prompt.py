@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.attention.call import beside_sinks, join_attention
 from pallas_kernels.attention.decode import check_rows
@@ -22,20 +22,17 @@ from pallas_kernels.attention.prompt_blocks import (
 )
 from pallas_kernels.attention.prompt_kernel import attention_by_kernel, columns_by_kernel
 from pallas_kernels.base.dispatch import choose_implementation
-from pallas_kernels.base.tiles import tile_of
+from pallas_kernels.base.logits import Mask, Queries, Seen
+from pallas_kernels.base.tiles import launch_of
 
 
 def prompt_attention(
-    q: Float[Array, "B H G T D"],
+    queries: Queries,
     k: Float[Array, "B H S D"],
     v: Float[Array, "B H S D"] | None,
-    bias: Float[Array, "B H S"],
-    query_position: Int[Array, "B T"],
-    key_position: Int[Array, "B H S"],
+    seen: Seen,
+    mask: Mask,
     *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B H G T D"] | None, Float[Array, "B H G T"]]:
     """Computes softmax attention of many queries over the slots they see, and log-sum-exps.
@@ -49,14 +46,11 @@ def prompt_attention(
     host waits for nothing.
 
     Args:
-      q: queries, grouped under their KV head. k, v: keys and values of the slots. Without values
-        there is no output, and nothing is multiplied with them.
-      bias: added to the logit, `-inf` where a slot is free (a cache's `log_mass`).
-      query_position: token position per query, -1 = padding (such a row gives 0).
-      key_position: token position per slot, -1 = free.
-      scale: scale of the logits.
-      window: a query sees the newest `window` positions. None: all.
-      soft_cap: bound of logits. None: no bound.
+      queries: the queries and their positions. A row of padding gives 0.
+      k, v: keys and values of the slots. Without values there is no output, and nothing is
+        multiplied with them.
+      seen: bias and position of the slots.
+      mask: scale, window and soft cap (static).
       implementation: `"pallas"` (the kernel), `"interpret"` (the kernel, interpreted on any
         device), `"xla"`, or None: the kernel on a GPU that can run it, XLA elsewhere.
 
@@ -65,44 +59,36 @@ def prompt_attention(
       that sees nothing).
 
     Raises:
-      ValueError: shapes that do not fit each other; an unknown implementation, or one that the
-        GPU is too old for.
+      ValueError: shapes that do not fit each other; a list of slots, or keys that are rotated when
+        they are read; an unknown implementation, or one that the GPU is too old for.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from pallas_kernels import prompt_attention
+      >>> from pallas_kernels import Mask, Queries, Seen, prompt_attention
       >>> q, k = jnp.zeros((1, 1, 1, 3, 2)), jnp.zeros((1, 1, 3, 2))
       >>> v, at = jnp.array([[[[1.0, 2.0], [3.0, 6.0], [5.0, 1.0]]]]), jnp.array([[[0, 1, 2]]])
-      >>> out, lse = prompt_attention(q, k, v, jnp.zeros((1, 1, 3)), at[0], at, scale=1.0)
+      >>> seen = Seen(jnp.zeros((1, 1, 3)), at)
+      >>> out, lse = prompt_attention(Queries(q, at[0]), k, v, seen, Mask(1.0))
       >>> out[0, 0, 0].tolist(), jnp.exp(lse[0, 0, 0]).round().tolist()
       ([[1.0, 2.0], [2.0, 4.0], [3.0, 3.0]], [1.0, 2.0, 3.0])
     """
     chosen = choose_implementation(implementation, k, v)
-    _check(q, k, v, bias, query_position, key_position)
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    _check(queries, k, v, seen)
     if chosen != "xla":
-        return attention_by_kernel(
-            q, k, v, bias, query_position, key_position, tile=tile_of("prompt_attention"),
-            interpret=chosen == "interpret", **options,
-        )  # fmt: skip
-    if v is not None:
-        return attention_by_blocks(q, k, v, bias, query_position, key_position, **options)
+        launch = launch_of("prompt_attention", chosen)
+        return attention_by_kernel(queries, k, v, seen, mask, launch)
     # XLA does not compute an output that is not used, so the keys may stand in for values.
-    _, lse = attention_by_blocks(q, k, k, bias, query_position, key_position, **options)
-    return None, lse
+    out, lse = attention_by_blocks(queries, k, k if v is None else v, seen, mask)
+    return None if v is None else out, lse
 
 
 def column_sums(
-    q: Float[Array, "B H G T D"],
+    queries: Queries,
     k: Float[Array, "B H S D"],
-    bias: Float[Array, "B H S"],
+    seen: Seen,
     lse: Float[Array, "B H G T"],
-    query_position: Int[Array, "B T"],
-    key_position: Int[Array, "B H S"],
+    mask: Mask,
     *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B H G S"]:
     """Sums the attention probability that each slot receives from all queries, in O(S) memory.
@@ -116,41 +102,35 @@ def column_sums(
 
     Args:
       lse: log-sum-exps of the queries' logits.
-      q, k, bias, query_position, key_position, scale, window, soft_cap, implementation: as in
-        `prompt_attention`.
+      queries, k, seen, mask, implementation: as in `prompt_attention`.
 
     Returns:
       The sums, float32.
 
     Raises:
-      ValueError: shapes that do not fit each other; an unknown implementation, or one that the
-        GPU is too old for.
+      ValueError: shapes that do not fit each other; a list of slots, or keys that are rotated when
+        they are read; an unknown implementation, or one that the GPU is too old for.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from pallas_kernels import column_sums, prompt_attention
+      >>> from pallas_kernels import Mask, Queries, Seen, column_sums, prompt_attention
       >>> q, k, at = jnp.zeros((1, 1, 1, 2, 4)), jnp.zeros((1, 1, 2, 4)), jnp.array([[[0, 1]]])
-      >>> bias = jnp.zeros((1, 1, 2))
-      >>> _, lse = prompt_attention(q, k, None, bias, at[0], at, scale=1.0)
-      >>> column_sums(q, k, bias, lse, at[0], at, scale=1.0).round(4).tolist()
+      >>> queries, seen = Queries(q, at[0]), Seen(jnp.zeros((1, 1, 2)), at)
+      >>> _, lse = prompt_attention(queries, k, None, seen, Mask(1.0))
+      >>> column_sums(queries, k, seen, lse, Mask(1.0)).round(4).tolist()
       [[[[1.5, 0.5]]]]
     """
-    args = q, k, bias, lse, query_position, key_position
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
-    return _columns("column_sums", sums_by_blocks, args, options, implementation)
+    args = queries, k, seen, lse, mask
+    return _columns("column_sums", sums_by_blocks, args, implementation)
 
 
 def column_maxima(
-    q: Float[Array, "B H G T D"],
+    queries: Queries,
     k: Float[Array, "B H S D"],
-    bias: Float[Array, "B H S"],
+    seen: Seen,
     lse: Float[Array, "B H G T"],
-    query_position: Int[Array, "B T"],
-    key_position: Int[Array, "B H S"],
+    mask: Mask,
     *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B H G S"]:
     """Finds the largest attention probability that each slot receives, in O(S) memory.
@@ -163,15 +143,14 @@ def column_maxima(
 
     Args:
       lse: log-sum-exps of the queries' logits.
-      q, k, bias, query_position, key_position, scale, window, soft_cap, implementation: as in
-        `prompt_attention`.
+      queries, k, seen, mask, implementation: as in `prompt_attention`.
 
     Returns:
       The maxima, float32.
 
     Raises:
-      ValueError: shapes that do not fit each other; an unknown implementation, or one that the
-        GPU is too old for.
+      ValueError: shapes that do not fit each other; a list of slots, or keys that are rotated when
+        they are read; an unknown implementation, or one that the GPU is too old for.
 
     References:
       KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, arXiv 2505.23416,
@@ -179,51 +158,41 @@ def column_maxima(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from pallas_kernels import column_maxima, prompt_attention
+      >>> from pallas_kernels import Mask, Queries, Seen, column_maxima, prompt_attention
       >>> q, k, at = jnp.zeros((1, 1, 1, 2, 4)), jnp.zeros((1, 1, 2, 4)), jnp.array([[[0, 1]]])
-      >>> bias = jnp.zeros((1, 1, 2))
-      >>> _, lse = prompt_attention(q, k, None, bias, at[0], at, scale=1.0)
-      >>> column_maxima(q, k, bias, lse, at[0], at, scale=1.0).round(4).tolist()
+      >>> queries, seen = Queries(q, at[0]), Seen(jnp.zeros((1, 1, 2)), at)
+      >>> _, lse = prompt_attention(queries, k, None, seen, Mask(1.0))
+      >>> column_maxima(queries, k, seen, lse, Mask(1.0)).round(4).tolist()
       [[[[1.0, 0.5]]]]
     """
-    args = q, k, bias, lse, query_position, key_position
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
-    return _columns("column_maxima", maxima_by_blocks, args, options, implementation)
+    args = queries, k, seen, lse, mask
+    return _columns("column_maxima", maxima_by_blocks, args, implementation)
 
 
 def _columns(
     operation: str,
     by_blocks: Callable[..., Array],
-    args: tuple[Array, ...],
-    options: dict[str, float | None],
+    args: tuple[Queries, Array, Seen, Array, Mask],
     implementation: str | None,
 ) -> Float[Array, "B H G S"]:
     """Checks the arguments of `column_sums` or `column_maxima` and computes it."""
-    q, k, bias, lse, query_position, key_position = args
+    queries, k, seen, lse, _ = args
     chosen = choose_implementation(implementation, k)
-    _check(q, k, None, bias, query_position, key_position)
-    if lse.shape != q.shape[:-1]:
-        raise ValueError(f"lse must have shape {q.shape[:-1]}, got {lse.shape}")
+    _check(queries, k, None, seen)
+    _check_lse("lse", lse, queries)
     if chosen == "xla":
-        return by_blocks(*args, **options)
-    return columns_by_kernel(
-        q, k, bias, lse, query_position, key_position, operation, tile=tile_of(operation),
-        interpret=chosen == "interpret", **options,
-    )  # fmt: skip
+        return by_blocks(*args)
+    return columns_by_kernel(operation, *args, launch_of(operation, chosen))
 
 
 def prompt_attention_and_sums(
-    q: Float[Array, "B H G T D"],
+    queries: Queries,
     k: Float[Array, "B H S D"],
     v: Float[Array, "B H S D"],
-    bias: Float[Array, "B H S"],
-    query_position: Int[Array, "B T"],
-    key_position: Int[Array, "B H S"],
+    seen: Seen,
+    mask: Mask,
     *,
     sinks: Float[Array, " Q"] | None = None,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G S"]]:
     """Computes `prompt_attention` and `column_sums` of the same queries.
@@ -235,8 +204,7 @@ def prompt_attention_and_sums(
     Args:
       sinks: logits of a learned sink of each query head, `Q = H · G`: a column of the softmax
         without a value, which log-sum-exps and sums count. None: there are none.
-      q, k, v, bias, query_position, key_position, scale, window, soft_cap, implementation: as in
-        `prompt_attention`.
+      queries, k, v, seen, mask, implementation: as in `prompt_attention`.
 
     Returns:
       Outputs in the dtype of `v`, float32 log-sum-exps and float32 sums.
@@ -246,39 +214,32 @@ def prompt_attention_and_sums(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from pallas_kernels import prompt_attention_and_sums
+      >>> from pallas_kernels import Mask, Queries, Seen, prompt_attention_and_sums
       >>> q, k, at = jnp.zeros((1, 1, 1, 2, 4)), jnp.zeros((1, 1, 2, 4)), jnp.array([[[0, 1]]])
-      >>> args = q, k, k, jnp.zeros((1, 1, 2)), at[0], at
-      >>> prompt_attention_and_sums(*args, scale=1.0)[2].round(4).tolist()
+      >>> args = Queries(q, at[0]), k, k, Seen(jnp.zeros((1, 1, 2)), at)
+      >>> prompt_attention_and_sums(*args, Mask(1.0))[2].round(4).tolist()
       [[[[1.5, 0.5]]]]
     """
-    args = q, k, v, bias, query_position, key_position
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
-    chosen = choose_implementation(implementation, k, v)
-    _check(*args)
+    chosen, q = choose_implementation(implementation, k, v), queries.q
+    _check(queries, k, v, seen)
     if chosen == "xla":
         by_head = jnp.full(q.shape[1:3], -jnp.inf) if sinks is None else sinks
         by_query = by_head.astype(jnp.float32).reshape(1, *q.shape[1:3], 1)
         elsewhere = jnp.broadcast_to(by_query, q.shape[:-1])
-        return attention_and_sums_by_blocks(*args, elsewhere, **options)
-    options["implementation"] = chosen
-    out, lse = prompt_attention(*args, **options)
+        return attention_and_sums_by_blocks(queries, k, v, seen, elsewhere, mask)
+    out, lse = prompt_attention(queries, k, v, seen, mask, implementation=chosen)
     lse, out = beside_sinks(sinks, lse, out)
-    return out, lse, column_sums(q, k, bias, lse, query_position, key_position, **options)
+    return out, lse, column_sums(queries, k, seen, lse, mask, implementation=chosen)
 
 
 def prompt_attention_and_maxima(
-    q: Float[Array, "B H G T D"],
+    queries: Queries,
     k: Float[Array, "B H S D"],
     v: Float[Array, "B H S D"],
-    bias: Float[Array, "B H S"],
+    seen: Seen,
     elsewhere: Float[Array, "B H G T"],
-    query_position: Int[Array, "B T"],
-    key_position: Int[Array, "B H S"],
+    mask: Mask,
     *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G S"]]:
     """Computes attention and `column_maxima` of the same queries, in part of a larger softmax.
@@ -295,8 +256,7 @@ def prompt_attention_and_maxima(
 
     Args:
       elsewhere: log-sum-exps of the columns besides the slots; `-inf`: there are none.
-      q, k, v, bias, query_position, key_position, scale, window, soft_cap, implementation: as in
-        `prompt_attention`.
+      queries, k, v, seen, mask, implementation: as in `prompt_attention`.
 
     Returns:
       Outputs in the dtype of `v`, float32 log-sum-exps and float32 maxima.
@@ -310,30 +270,35 @@ def prompt_attention_and_maxima(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from pallas_kernels import prompt_attention_and_maxima
+      >>> from pallas_kernels import Mask, Queries, Seen, prompt_attention_and_maxima
       >>> q, k, at = jnp.zeros((1, 1, 1, 2, 4)), jnp.zeros((1, 1, 2, 4)), jnp.array([[[0, 1]]])
       >>> elsewhere = jnp.log(jnp.array([[[[3.0, 6.0]]]]))
-      >>> args = q, k, k, jnp.zeros((1, 1, 2)), elsewhere, at[0], at
-      >>> prompt_attention_and_maxima(*args, scale=1.0)[2].round(4).tolist()
+      >>> args = Queries(q, at[0]), k, k, Seen(jnp.zeros((1, 1, 2)), at), elsewhere
+      >>> prompt_attention_and_maxima(*args, Mask(1.0))[2].round(4).tolist()
       [[[[0.25, 0.125]]]]
     """
-    args = q, k, v, bias, query_position, key_position
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     chosen = choose_implementation(implementation, k, v)
-    _check(*args)
-    if elsewhere.shape != q.shape[:-1]:
-        raise ValueError(f"elsewhere must have shape {q.shape[:-1]}, got {elsewhere.shape}")
+    _check(queries, k, v, seen)
+    _check_lse("elsewhere", elsewhere, queries)
     if chosen == "xla":
-        return attention_and_maxima_by_blocks(*args, elsewhere, **options)
-    options["implementation"] = chosen
-    out, lse = prompt_attention(*args, **options)
+        return attention_and_maxima_by_blocks(queries, k, v, seen, elsewhere, mask)
+    out, lse = prompt_attention(queries, k, v, seen, mask, implementation=chosen)
     nothing = jnp.zeros_like(out, jnp.float32), elsewhere
     out, lse, _ = join_attention([(out.astype(jnp.float32), lse), nothing])
-    maxima = column_maxima(q, k, bias, lse, query_position, key_position, **options)
+    maxima = column_maxima(queries, k, seen, lse, mask, implementation=chosen)
     return out.astype(v.dtype), lse, maxima
 
 
-def _check(q, k, v, bias, query_position, key_position) -> None:
-    check_rows(q, k, v, bias, query_position, key_position, q.shape[1])
-    if q.shape[1] != k.shape[1]:
-        raise ValueError(f"q must be grouped under the {k.shape[1]} heads of k, got {q.shape}")
+def _check(queries: Queries, k: Array, v: Array | None, seen: Seen) -> None:
+    check_rows(queries, k, v, seen)
+    if queries.q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"q must be grouped under the {k.shape[1]} heads of k, got {queries.q.shape}"
+        )
+    if seen.turn is not None:
+        raise ValueError("keys of a prompt must be rotated already, got a rotation of stored keys")
+
+
+def _check_lse(name: str, lse: Array, queries: Queries) -> None:
+    if lse.shape != queries.q.shape[:-1]:
+        raise ValueError(f"{name} must have shape {queries.q.shape[:-1]}, got {lse.shape}")

@@ -19,7 +19,16 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.base.logits import capped, finite_or_zero, live_slots, masked, or_one, products
+from pallas_kernels.base.logits import (
+    Mask,
+    Queries,
+    Seen,
+    capped,
+    finite_or_zero,
+    masked,
+    or_one,
+    products,
+)
 from pallas_kernels.base.mixing import as_weights, unscaled
 from pallas_kernels.base.rows import block_of, counted_rows, entry_of, put_block
 from pallas_kernels.base.seen_blocks import hull, meets, sees_all
@@ -43,21 +52,16 @@ ACCELERATOR_BLOCK = 1024
 
 
 def attention_by_blocks(
-    q: Float[Array, "B H G T D"],
+    queries: Queries,
     k: Float[Array, "B H S D"],
     v: Float[Array, "B H S D"],
-    bias: Float[Array, "B H S"],
-    query_position: Int[Array, "B T"],
-    key_position: Int[Array, "B H S"],
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
+    seen: Seen,
+    mask: Mask,
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"]]:
     """Computes `prompt_attention` block by block."""
-    head_dim = q.shape[-1]
-    blocks = _Blocks.of(q, bias, query_position, key_position, window)
-    to_query, to_product = _factors(scale, k.dtype)
+    q, head_dim = queries.q, queries.q.shape[-1]
+    blocks = _Blocks.of(queries, seen, mask.window)
+    to_query, to_product = _factors(mask.scale, k.dtype)
 
     def query_block(n, results):
         i = blocks.num_query - 1 - n  # block i - 1 replaces what the last block's padding gave
@@ -67,7 +71,7 @@ def attention_by_blocks(
         def key_block(j, carry):
             top, total, acc = carry
             k_j, v_j = blocks.keys(j, k, v)
-            logits = capped(products(q_i, k_j) * to_product, soft_cap)
+            logits = capped(products(q_i, k_j) * to_product, mask.soft_cap)
             logits, v_j = blocks.where_masked(
                 i, j, lambda j, x: (blocks.masked(i, j, x[0]), blocks.live(j, x[1])), (logits, v_j)
             )
@@ -86,43 +90,39 @@ def attention_by_blocks(
             jnp.zeros(rows, jnp.float32),
             jnp.zeros((*rows, head_dim), jnp.float32),
         )
-        start = varying(start, q, k, v, *blocks[:5])
+        start = varying(start, q, k, v, *blocks[:4])
         top, total, acc = jax.lax.fori_loop(*blocks.keys_of_query(i), key_block, start)
         out = unscaled(acc, v.dtype) / or_one(total)[..., None]
         return blocks.put(i, results, (out.astype(v.dtype), top + jnp.log(total)))
 
     results = jnp.zeros(q.shape, v.dtype), jnp.zeros(q.shape[:-1], jnp.float32)
-    results = varying(results, q, k, v, *blocks[:5])
+    results = varying(results, q, k, v, *blocks[:4])
     return jax.lax.fori_loop(0, blocks.num_query, query_block, results)
 
 
 def attention_and_sums_by_blocks(
-    *args: Array, **options
+    *args,
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G S"]]:
     """Computes `prompt_attention_and_sums`."""
-    return _attention_and_columns(*args, **options, start=0.0, add=_add_sums)
+    return _attention_and_columns(*args, start=0.0, add=_add_sums)
 
 
 def attention_and_maxima_by_blocks(
-    *args: Array, **options
+    *args,
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G S"]]:
     """Computes `prompt_attention_and_maxima`."""
-    out, lse, top = _attention_and_columns(*args, **options, start=-jnp.inf, add=_add_maxima)
+    out, lse, top = _attention_and_columns(*args, start=-jnp.inf, add=_add_maxima)
     return out, lse, jnp.exp(top)
 
 
 def _attention_and_columns(
-    q: Float[Array, "B H G T D"],
+    queries: Queries,
     k: Float[Array, "B H S D"],
     v: Float[Array, "B H S D"],
-    bias: Float[Array, "B H S"],
-    query_position: Int[Array, "B T"],
-    key_position: Int[Array, "B H S"],
+    seen: Seen,
     elsewhere: Float[Array, "B H G T"],
+    mask: Mask,
     *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
     start: float,
     add: Callable[[Array, Array], Array],
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G S"]]:
@@ -135,25 +135,25 @@ def _attention_and_columns(
       elsewhere: log-sum-exps of columns of the softmax that are not among the slots.
       start, add: as in `_over_queries`.
     """
-    blocks = _Blocks.of(q, bias, query_position, key_position, window, held=True)
-    to_query, to_product = _factors(scale, k.dtype)
+    q, blocks = queries.q, _Blocks.of(queries, seen, mask.window, held=True)
+    to_query, to_product = _factors(mask.scale, k.dtype)
     rows = (*q.shape[:2], q.shape[2] * blocks.query_size)  # [B, H, G * query_size]
 
     def query_block(n, carry):
         results, numbers, held = carry
         i = blocks.num_query - 1 - n  # block i - 1 replaces what the last block's padding gave
-        seen = blocks.keys_of_query(i)
+        in_sight = blocks.keys_of_query(i)
         q_i = blocks.queries(i, q).astype(k.dtype) * to_query
         others = blocks.queries(i, elsewhere)
 
         def score(j, carry):
             top, held = carry
             (k_j,) = blocks.keys(j, k)
-            logits = capped(products(q_i, k_j) * to_product, soft_cap)
+            logits = capped(products(q_i, k_j) * to_product, mask.soft_cap)
             logits = blocks.where_masked(i, j, lambda j, x: blocks.masked(i, j, x), logits)
             return jnp.maximum(top, logits.max(-1)), put_block(held, logits[None], j, 0)
 
-        top, held = jax.lax.fori_loop(*seen, score, (others, held))
+        top, held = jax.lax.fori_loop(*in_sight, score, (others, held))
         finite = finite_or_zero(top)
 
         def mix(j, carry):
@@ -167,8 +167,8 @@ def _attention_and_columns(
             )  # fmt: skip
             return total + weights.sum(-1), acc
 
-        acc = varying(jnp.zeros((*rows, q.shape[-1]), jnp.float32), q, k, v, *blocks[:5])
-        total, acc = jax.lax.fori_loop(*seen, mix, (jnp.exp(others - finite), acc))
+        acc = varying(jnp.zeros((*rows, q.shape[-1]), jnp.float32), q, k, v, *blocks[:4])
+        total, acc = jax.lax.fori_loop(*in_sight, mix, (jnp.exp(others - finite), acc))
         lse = top + jnp.log(total)
 
         def add_block(j, numbers):
@@ -177,28 +177,28 @@ def _attention_and_columns(
             first, size = j * blocks.key_size, blocks.key_size
             return put_block(numbers, add(block_of(numbers, first, size, 3), log_p), first, 3)
 
-        numbers = jax.lax.fori_loop(*seen, add_block, numbers)
+        numbers = jax.lax.fori_loop(*in_sight, add_block, numbers)
         out = unscaled(acc, v.dtype) / or_one(total)[..., None]
         return blocks.put(i, results, (out.astype(v.dtype), lse)), numbers, held
 
     carry = (
         (jnp.zeros(q.shape, v.dtype), jnp.zeros(q.shape[:-1], jnp.float32)),
-        jnp.full((*q.shape[:3], bias.shape[-1]), start, jnp.float32),
+        jnp.full((*q.shape[:3], seen.places), start, jnp.float32),
         jnp.zeros((blocks.num_key, *rows, blocks.key_size), jnp.float32),
     )
-    elsewhere, carry = varying((elsewhere, carry), q, k, v, *blocks[:5])
+    elsewhere, carry = varying((elsewhere, carry), q, k, v, *blocks[:4])
     (out, lse), numbers, _ = jax.lax.fori_loop(0, blocks.num_query, query_block, carry)
     return out, lse, numbers
 
 
-def sums_by_blocks(*args: Array, **options) -> Float[Array, "B H G S"]:
+def sums_by_blocks(*args) -> Float[Array, "B H G S"]:
     """Computes `column_sums` block by block."""
-    return _over_queries(*args, **options, start=0.0, add=_add_sums)
+    return _over_queries(*args, start=0.0, add=_add_sums)
 
 
-def maxima_by_blocks(*args: Array, **options) -> Float[Array, "B H G S"]:
+def maxima_by_blocks(*args) -> Float[Array, "B H G S"]:
     """Computes `column_maxima` block by block."""
-    return jnp.exp(_over_queries(*args, **options, start=-jnp.inf, add=_add_maxima))
+    return jnp.exp(_over_queries(*args, start=-jnp.inf, add=_add_maxima))
 
 
 def _add_sums(
@@ -217,16 +217,12 @@ def _add_maxima(
 
 
 def _over_queries(
-    q: Float[Array, "B H G T D"],
+    queries: Queries,
     k: Float[Array, "B H S D"],
-    bias: Float[Array, "B H S"],
+    seen: Seen,
     lse: Float[Array, "B H G T"],
-    query_position: Int[Array, "B T"],
-    key_position: Int[Array, "B H S"],
+    mask: Mask,
     *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
     start: float,
     add: Callable[[Array, Array], Array],
 ) -> Float[Array, "B H G S"]:
@@ -237,27 +233,27 @@ def _over_queries(
       add: returns the numbers `[B, H, G, S]` of a block after more queries, of the numbers before
         and of the logarithms `[B, H, G, T, S]` of these queries' probabilities.
     """
-    blocks = _Blocks.of(q, bias, query_position, key_position, window)
-    to_query, to_product = _factors(scale, k.dtype)
+    q, blocks = queries.q, _Blocks.of(queries, seen, mask.window)
+    to_query, to_product = _factors(mask.scale, k.dtype)
 
     def key_block(j):
         (k_j,) = blocks.keys(j, k)
 
         def query_block(i, numbers):
             q_i = blocks.queries(i, q).astype(k.dtype) * to_query
-            logits = capped(products(q_i, k_j) * to_product, soft_cap)
+            logits = capped(products(q_i, k_j) * to_product, mask.soft_cap)
 
             logits = blocks.where_masked(i, j, lambda j, x: blocks.masked(i, j, x), logits)
             log_p = logits - finite_or_zero(blocks.queries(i, lse))[..., None]
             return add(numbers, log_p.reshape(*q.shape[:3], -1, blocks.key_size))
 
         first = jnp.full((*q.shape[:3], blocks.key_size), start, jnp.float32)
-        first = varying(first, q, k, lse, *blocks[:5])
+        first = varying(first, q, k, lse, *blocks[:4])
         return jax.lax.fori_loop(*blocks.queries_of_key(j), query_block, first)
 
     numbers = jax.lax.map(key_block, jnp.arange(blocks.num_key))  # [J, B, H, G, key_size]
     numbers = jnp.moveaxis(numbers, 0, 3).reshape(*q.shape[:3], -1)
-    tail = bias.shape[-1] - (blocks.num_key - 1) * blocks.key_size
+    tail = seen.places - (blocks.num_key - 1) * blocks.key_size
     return jnp.concatenate((numbers[..., : -blocks.key_size], numbers[..., -tail:]), axis=-1)
 
 
@@ -270,8 +266,7 @@ class _Blocks(NamedTuple):
     """
 
     query_position: Int[Array, "B IT"]
-    bias: Float[Array, "B H JS"]
-    key_position: Int[Array, "B H JS"]
+    seen: Seen
     met: Bool[Array, "I J"]  # whether the blocks meet in any row and head
     # 1 if a mask or bias changes logits in any row and head, else 0. None: all blocks are masked.
     is_masked: Int[Array, "I J"] | None
@@ -280,24 +275,25 @@ class _Blocks(NamedTuple):
     window: int | None
 
     @classmethod
-    def of(cls, q, bias, query_position, key_position, window, *, held=False):
+    def of(cls, queries: Queries, seen: Seen, window: int | None, *, held: bool = False):
         """Cuts queries and slots; `held`: whether logits of a block with all slots are held."""
+        q = queries.q
         heads = counted_rows(q) * q.shape[1] * q.shape[2]
-        query_size, key_size = _block_sizes(heads, q.shape[3], bias.shape[-1], window)
+        query_size, key_size = _block_sizes(heads, q.shape[3], seen.places, window)
         if held:
-            most = max(MOST_HELD // (heads * bias.shape[-1]) // 8 * 8, 8)
+            most = max(MOST_HELD // (heads * seen.places) // 8 * 8, 8)
             query_size = min(query_size, most)
         # As many blocks as these, of one size: else the last one would be computed for few queries.
         query_size = -(-q.shape[3] // -(-q.shape[3] // query_size))
-        query_position = _pad_tail(query_position, query_size, -1)
-        bias = _pad_tail(bias, key_size, -jnp.inf)
-        key_position = _pad_tail(key_position, key_size, -1)
-        args = query_position, bias, key_position, window, query_size, key_size
+        query_position = _pad_tail(queries.position, query_size, -1)
+        seen = Seen(
+            _pad_tail(seen.bias, key_size, -jnp.inf), _pad_tail(seen.position, key_size, -1)
+        )
+        args = query_position, seen, window, query_size, key_size
         met, is_masked = meets(*args).any((0, 1)), None
         if met.shape[0] > 1 and jax.default_backend() == "cpu":
             is_masked = (~sees_all(*args).all((0, 1))).astype(jnp.int32)
-        blocks = query_position, bias, key_position, met, is_masked
-        return cls(*blocks, query_size, key_size, window)
+        return cls(query_position, seen, met, is_masked, query_size, key_size, window)
 
     @property
     def num_query(self) -> int:
@@ -327,15 +323,15 @@ class _Blocks(NamedTuple):
 
     def masked(self, i, j, logits):
         """Returns logits of queries i with slots j, with biases, `-inf` where a slot is unseen."""
-        bias, position = self.keys(j, self.bias, self.key_position)
         queries = block_of(self.query_position, i * self.query_size, self.query_size, 1)
-        return masked(logits, bias, position, queries, self.window)
+        return masked(logits, self._seen(j), queries, self.window)
 
     def live(self, j, values):
         """Returns values of slots j, 0 where no token lives."""
-        return jnp.where(
-            live_slots(*self.keys(j, self.bias, self.key_position))[..., None], values, 0
-        )
+        return jnp.where(self._seen(j).live[..., None], values, 0)
+
+    def _seen(self, j) -> Seen:
+        return Seen(*self.keys(j, self.seen.bias, self.seen.position))
 
     def where_masked(self, i, j, mask: Callable[[Array, T], T], x: T) -> T:
         """Returns `mask(j, x)` where queries i need a mask for slots j, else x.

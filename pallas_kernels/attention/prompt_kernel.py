@@ -14,38 +14,30 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.attention.forms import dense_rows
 from pallas_kernels.attention.kernel import (
     NOTHING,
     NOWHERE,
-    Mask,
-    Slots,
     mask_tile,
     row_bytes,
     split_attention,
 )
 from pallas_kernels.base import route
 from pallas_kernels.base.kernel_parts import dot, load_rows, program_part
-from pallas_kernels.base.logits import finite_or_zero, live_slots
+from pallas_kernels.base.logits import Mask, Queries, Seen, finite_or_zero, live_slots
 from pallas_kernels.base.seen_blocks import hull, meets
-from pallas_kernels.base.tiles import SMALLEST, Tile
+from pallas_kernels.base.tiles import SMALLEST, Launch
 
 
 def attention_by_kernel(
-    q: Float[Array, "B H G T D"],
+    queries: Queries,
     k: Float[Array, "B H S D"],
     v: Float[Array, "B H S D"] | None,
-    bias: Float[Array, "B H S"],
-    query_position: Int[Array, "B T"],
-    key_position: Int[Array, "B H S"],
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    tile: Tile,
-    interpret: bool,
+    seen: Seen,
+    mask: Mask,
+    launch: Launch,
 ) -> tuple[Float[Array, "B H G T D"] | None, Float[Array, "B H G T"]]:
     """Computes `prompt_attention` by the kernel of decode steps, with a slot range per row tile.
 
@@ -53,15 +45,14 @@ def attention_by_kernel(
     consecutive tokens of one head, whose ranges are nearly the same.
     """
     keys, values = dense_rows(k), None if v is None else dense_rows(v)
-    rows = tile.rows(row_bytes(q.shape[4], k.dtype), q.shape[2] * q.shape[3])
-    block = tile.block(keys.reader.row_bytes, k.shape[2])
-    by_row = jnp.tile(query_position, (1, q.shape[2]))
-    met = meets(by_row, bias, key_position, window, rows, block)
+    _, _, group, tokens, channels = queries.q.shape
+    rows = launch.tile.rows(row_bytes(channels, k.dtype), group * tokens)
+    block = launch.tile.block(keys.reader.row_bytes, k.shape[2])
+    met = meets(jnp.tile(queries.position, (1, group)), seen, mask.window, rows, block)
     first, end = (block * x for x in hull(met, 3))
     out, lse, _ = split_attention(
-        q, keys, values, Slots(bias, key_position, end, first), query_position, scale=scale,
-        window=window, soft_cap=soft_cap, tile=tile, with_logits=False, interpret=interpret,
-        dtype=k.dtype if v is None else v.dtype,
+        queries, keys, values, seen._replace(first=first, end=end), mask, launch,
+        with_logits=False, dtype=k.dtype if v is None else v.dtype,
     )  # fmt: skip
     return out, lse
 
@@ -110,36 +101,30 @@ class _Plan(NamedTuple):
 
 
 def columns_by_kernel(
-    q: Float[Array, "B H G T D"],
-    k: Float[Array, "B H S D"],
-    bias: Float[Array, "B H S"],
-    lse: Float[Array, "B H G T"],
-    query_position: Int[Array, "B T"],
-    key_position: Int[Array, "B H S"],
     operation: str,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    tile: Tile,
-    interpret: bool,
+    queries: Queries,
+    k: Float[Array, "B H S D"],
+    seen: Seen,
+    lse: Float[Array, "B H G T"],
+    mask: Mask,
+    launch: Launch,
 ) -> Float[Array, "B H G S"]:
     """Computes an operation of `REDUCTIONS`; a program takes a query head and a block of slots."""
+    q, tile, slots = queries.q, launch.tile, k.shape[2]
     batch, heads, group, tokens, channels = q.shape
-    slots = k.shape[2]
     out = jax.ShapeDtypeStruct((batch, heads, group, slots), jnp.float32)
     if not q.size or not slots:
         return jnp.zeros(out.shape, out.dtype)
     query_bytes = row_bytes(channels, k.dtype)
     rows, block = tile.rows(query_bytes, tokens), tile.block(channels * k.dtype.itemsize, slots)
-    met = meets(query_position, bias, key_position, window, rows, block)
-    first, end = hull(met, 2)
-    mask = Mask(scale, window, soft_cap)
+    first, end = hull(meets(queries.position, seen, mask.window, rows, block), 2)
     plan = _Plan(rows, tokens, block, slots, mask, REDUCTIONS[operation])
     # Query heads are the first axis of the grid: heads that run at the same time share the keys.
     row, head, query_head = (1,), (1, 2), (1, 2, 0)
     axes = _Refs(row, query_head, query_head, (1, 2, 3), (1, 2, 3), head, head, head, query_head)
-    arrays = _Refs(query_position, q.astype(k.dtype), lse, first, end, bias, key_position, k, out)
+    arrays = _Refs(
+        queries.position, q.astype(k.dtype), lse, first, end, seen.bias, seen.position, k, out
+    )
     specs = [program_part(x, axis) for x, axis in zip(arrays, axes, strict=True)]
     return route.pallas_call(
         functools.partial(_kernel, plan=plan),
@@ -149,7 +134,7 @@ def columns_by_kernel(
         out_shape=out,
         num_warps=tile.warps,
         num_stages=tile.stages_of(query_bytes),
-        interpret=interpret,
+        interpret=launch.interpret,
         name=operation,
     )(*arrays[:-1])
 

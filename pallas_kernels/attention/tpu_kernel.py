@@ -21,10 +21,18 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention.forms import Rows
-from pallas_kernels.attention.kernel import Slots, nothing
+from pallas_kernels.attention.kernel import nothing
 from pallas_kernels.attention.tpu_forms import LANES, SUBLANES, Stored, TPURows, tpu_rows
 from pallas_kernels.base.dispatch import tpu_cores
-from pallas_kernels.base.logits import finite_or_zero, or_one, visible_slots
+from pallas_kernels.base.logits import (
+    Mask,
+    Queries,
+    Seen,
+    capped,
+    finite_or_zero,
+    or_one,
+    visible_slots,
+)
 
 BLOCK_BYTES = 1 << 19  # bytes of a block of keys: fetching it takes longer than starting a round
 LOGIT_BYTES = 1 << 20  # bytes of a block's logits, of which there are several copies
@@ -38,23 +46,18 @@ class _Plan(NamedTuple):
     block: int
     parts: int
     rounds: int
-    scale: float
-    soft_cap: float | None
+    mask: Mask
 
 
 def tpu_attention(
-    q: Float[Array, "B H G T D"],
+    queries: Queries,
     k: Rows,
     v: Rows,
-    slots: Slots,
-    query_position: Int[Array, "B T"],
+    seen: Seen,
+    mask: Mask,
     *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
     with_logits: bool,
     dtype: DTypeLike,
-    shift: Float[Array, "B H G T"] | None = None,
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G T S"] | None]:
     """Computes `split_attention` over all slots, for TPUs.
 
@@ -64,17 +67,17 @@ def tpu_attention(
     Raises:
       ValueError: rows in a form or dtype that the kernel does not read, as `reads` says.
     """
-    batch, heads, group, tokens, channels = q.shape
-    if not q.size * slots.places:
-        return nothing(q, dtype, slots.places, with_logits)
+    q, (batch, heads, group, tokens, channels) = queries.q, queries.q.shape
+    if not q.size * seen.places:
+        return nothing(q, dtype, seen.places, with_logits)
     rows = tpu_rows(k, v)
     if rows is None:
         raise ValueError(f"the kernel for TPUs reads no {k.reader.dtype} rows by {k.reader}")
     keys, values = rows
-    visible = visible_slots(slots.bias, slots.position, query_position, window)
-    visible_bias = jnp.where(visible, slots.bias[:, :, None], -jnp.inf)
+    visible = visible_slots(seen, queries.position, mask.window)
+    visible_bias = jnp.where(visible, seen.bias[:, :, None], -jnp.inf)
     # A store in groups of slots may have more slots, so that its last group is whole.
-    padding = keys.slots - slots.places
+    padding = keys.slots - seen.places
     visible_bias = jnp.pad(
         visible_bias, ((0, 0), (0, 0), (0, 0), (0, padding)), constant_values=-jnp.inf
     )
@@ -83,13 +86,13 @@ def tpu_attention(
         visible_bias = jnp.broadcast_to(visible_bias[:, :, None], shape).reshape(
             batch, heads, -1, keys.slots
         )
-    first = jnp.zeros_like(slots.end) if slots.first is None else slots.first
+    first = jnp.zeros_like(seen.end) if seen.first is None else seen.first
+    of_rows = {"q": q.astype(keys.reader.dtype).reshape(batch, heads, group * tokens, channels)}
+    if queries.shift is not None:
+        of_rows["shift"] = queries.shift.astype(jnp.float32).reshape(batch, heads, -1, 1)
     out, lse, logits = _parts(
-        q.astype(keys.reader.dtype).reshape(batch, heads, group * tokens, channels),
-        None if shift is None else shift.astype(jnp.float32).reshape(batch, heads, -1, 1),
-        keys, values, visible_bias, first, jnp.minimum(slots.end, slots.places),
-        scale=scale, soft_cap=soft_cap, parts=-(-tpu_cores() // (batch * heads)),
-        with_logits=with_logits,
+        of_rows, keys, values, visible_bias, (first, jnp.minimum(seen.end, seen.places)), mask,
+        parts=-(-tpu_cores() // (batch * heads)), with_logits=with_logits,
     )  # fmt: skip
     total = jax.nn.logsumexp(lse, axis=2)
     share = jnp.where(lse > -jnp.inf, jnp.exp(lse - total[:, :, None]), 0.0)
@@ -98,42 +101,38 @@ def tpu_attention(
     return (
         out.reshape(q.shape),
         total.reshape(per_query),
-        logits.reshape(*per_query, -1)[..., : slots.places] if with_logits else None,
+        logits.reshape(*per_query, -1)[..., : seen.places] if with_logits else None,
     )
 
 
 def _parts(
-    q: Float[Array, "B H R D"],
-    shift: Float[Array, "B H R 1"] | None,
+    queries: dict[str, Float[Array, "B H R X"]],
     k: TPURows,
     v: TPURows,
     visible_bias: Float[Array, "B H M S"],
-    first: Int[Array, "B H"],
-    end: Int[Array, "B H"],
+    places: tuple[Int[Array, "B H"], Int[Array, "B H"]],
+    mask: Mask,
     *,
-    scale: float,
-    soft_cap: float | None,
     parts: int,
     with_logits: bool,
 ) -> tuple[Float[Array, "B H P R D"], Float[Array, "B H P R"], Float[Array, "B H R S"] | None]:
     """Computes float32 outputs and log-sum-exps of parts of the slots, and masked logits if wanted.
 
     Args:
-      q: query rows of each head.
-      shift: added to their products with keys; None: nothing is added.
+      queries: query rows of each head, "q", and, if there is one, their "shift", `[B, H, R, 1]`.
       visible_bias: added to the logits of each row, or of all rows (M = 1); `-inf` where a slot is
         not visible.
-      first, end: range of slots that are looked at.
+      places: first and end of the slots that are looked at.
       parts: number of parts that the blocks of a head are divided into, so that no core is idle.
         Block i belongs to part `i % parts`.
     """
-    batch, heads, rows, channels = q.shape
+    batch, heads, rows, channels = queries["q"].shape
     slots = visible_bias.shape[3]
     block = min(slots, _block([*k.arrays.values(), *v.arrays.values()], rows))
     blocks = pl.cdiv(slots, block)
     parts = min(parts, blocks)
     rounds = pl.cdiv(blocks, parts)
-    plan = _Plan(k.reader, v.reader, block, parts, rounds, scale, soft_cap)
+    plan = _Plan(k.reader, v.reader, block, parts, rounds, mask)
     spec = functools.partial(
         _spec, block=block, at=functools.partial(_block_at, plan=plan, blocks=blocks)
     )
@@ -146,7 +145,6 @@ def _parts(
         shapes.append((rows, slots))
         out_specs.append(spec(Stored(jax.ShapeDtypeStruct((0, 0, rows, slots), jnp.float32), 3)))
     out_shape = [jax.ShapeDtypeStruct((batch, heads, *x), jnp.float32) for x in shapes]
-    queries = {"q": q} if shift is None else {"q": q, "shift": shift}
     arrays = queries, visible_bias, *(
         {name: stored.array for name, stored in side.arrays.items()} for side in (k, v)
     )  # fmt: skip
@@ -180,7 +178,7 @@ def _parts(
             ),
         ),
         name="tpu_attention",
-    )(first, end, *arrays)
+    )(*places, *arrays)
     out, lse = results[:2]
     return out, lse[..., 0], results[2] if with_logits else None
 
@@ -222,9 +220,9 @@ def _block_at(p, i, first, end, *, plan: _Plan, blocks: int):
     return jnp.clip(i, begin, stop) * parts + p
 
 
-def _kernel(first, end, queries, visible_bias, k, v, out, lse, *refs, plan: _Plan):
+def _kernel(first, end, queries, visible_bias, k, v, *refs, plan: _Plan):
     """Runs one round: a block of slots of one row and head."""
-    *logit_refs, top, total, acc = refs
+    out, lse, *logit_refs, top, total, acc = refs
     row_head = pl.program_id(0), pl.program_id(1)
     first, end, i = first[row_head], end[row_head], pl.program_id(3)
     at = i * plan.parts + pl.program_id(2)
@@ -245,9 +243,7 @@ def _kernel(first, end, queries, visible_bias, k, v, out, lse, *refs, plan: _Pla
         logits = plan.k.products(k, queries["q"][...], any_visible)
         if "shift" in queries:
             logits += queries["shift"][...]
-        logits = logits * plan.scale
-        if plan.soft_cap is not None:
-            logits = plan.soft_cap * jnp.tanh(logits / plan.soft_cap)
+        logits = capped(logits * plan.mask.scale, plan.mask.soft_cap)
         logits = jnp.where(bias > -jnp.inf, logits + bias, -jnp.inf)
         for ref in logit_refs:
             ref[...] = logits

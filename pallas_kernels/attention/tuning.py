@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention.forms import Rows, codebook_rows, dense_rows, quantized_rows
-from pallas_kernels.attention.kernel import Slots, split_attention
+from pallas_kernels.attention.kernel import split_attention
 from pallas_kernels.attention.prompt_kernel import attention_by_kernel, columns_by_kernel
 from pallas_kernels.attention.rotation import Turn
-from pallas_kernels.base.tiles import Tile
+from pallas_kernels.base.logits import Mask, Queries, Seen
+from pallas_kernels.base.tiles import Launch, Tile
 from pallas_kernels.formats.bits import Encoded
 from pallas_kernels.formats.codebook import References
 
@@ -77,12 +78,12 @@ class Attention(NamedTuple):
         end = jnp.full(store[:2], places, jnp.int32)
         query = jnp.arange(self.slots - self.queries, self.slots, dtype=jnp.int32)[None]
         query = jnp.broadcast_to(query, (self.rows, self.queries))
-        frequencies = None
+        turn = None
         if self.form == "codebook":  # its keys are stored unrotated
             pair = jnp.arange(0, self.channels, 2) / self.channels
-            frequencies = 1 / 500_000.0 ** pair[None]
-        slots = Slots(bias, position, end, index=index)
-        return q.astype(self.dtype), k, v, slots, query, frequencies
+            turn = Turn(1 / 500_000.0 ** pair[None], position)
+        seen = Seen(bias, position, end, index=index, turn=turn)
+        return q.astype(self.dtype), k, v, seen, query
 
     def _stored(self, key: jax.Array, store: tuple[int, ...]) -> jax.Array | Encoded | References:
         """Makes random keys or values in the form."""
@@ -101,24 +102,21 @@ class Attention(NamedTuple):
         return References(book, index, jnp.ones(store[:3], self.dtype))
 
     def call(
-        self, q: jax.Array, k, v, slots: Slots, query, frequencies,
-        *, tile: Tile, interpret: bool = False,
-    ) -> jax.Array:  # fmt: skip
+        self, q: jax.Array, k, v, seen: Seen, query, *, tile: Tile, interpret: bool = False
+    ) -> jax.Array:
         """Returns outputs, or what columns are reduced to, `[B, H, G, S]`."""
-        options = {
-            "scale": q.shape[-1] ** -0.5, "window": None, "soft_cap": None, "tile": tile,
-            "interpret": interpret,
-        }  # fmt: skip
-        places = query, slots.position
+        queries, mask = Queries(q, query), Mask(q.shape[-1] ** -0.5)
+        launch = Launch(tile, interpret)
         if self.columns is not None:  # their time does not depend on the log-sum-exps
             lse = jnp.zeros(q.shape[:-1], jnp.float32)
-            return columns_by_kernel(q, k, slots.bias, lse, *places, self.columns, **options)
+            return columns_by_kernel(self.columns, queries, k, seen, lse, mask, launch)
         if self.queries > 1:
-            return attention_by_kernel(q, k, v, slots.bias, *places, **options)[0]
-        turn = None if frequencies is None else Turn(frequencies, slots.position)
+            return attention_by_kernel(queries, k, v, seen, mask, launch)[0]
+        if seen.turn is not None:  # so that the kernel loads the positions once
+            seen = seen._replace(turn=seen.turn.at(seen.position))
         return split_attention(
-            q, _rows(k, q.dtype), _rows(v, q.dtype), slots, query, with_logits=False,
-            dtype=q.dtype, turn=turn, **options,
+            queries, _rows(k, q.dtype), _rows(v, q.dtype), seen, mask, launch, with_logits=False,
+            dtype=q.dtype,
         )[0]  # fmt: skip
 
 

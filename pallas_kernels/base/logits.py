@@ -1,11 +1,101 @@
-"""Logits of attention: products of queries and keys, scaled, capped, biased and masked."""
+"""Attention's operands, and its logits: products that are scaled, capped, biased and masked."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.base.rows import take_slots
+
+if TYPE_CHECKING:
+    from pallas_kernels.attention.rotation import Turn
+
+
+class Queries(NamedTuple):
+    """Queries of attention, grouped under their KV head or their list of slots.
+
+    Args:
+      q: the queries.
+      position: token position of each; -1 marks padding, which sees nothing.
+      shift: added to a query's products with all keys; None: nothing is added.
+    """
+
+    q: Float[Array, "B H G T D"]
+    position: Int[Array, "B T"]
+    shift: Float[Array, "B H G T"] | None = None
+
+
+class Seen(NamedTuple):
+    """The slots of a cache as attention sees them.
+
+    With an `index`, places are the entries of its lists, else the slots themselves. In a kernel,
+    `first` and `end` may have one more axis: one range for each tile of the rows of a list.
+
+    Args:
+      bias: added to the logit of each slot, `-inf` where it is free (a cache's `log_mass`).
+      position: token position of each slot, -1 where it is free.
+      end: the place from which on none is live, if it is known.
+      first: the first place that is looked at; None: 0.
+      index: slots of each of K lists, in any order; -1: none. List k reads head `k // (K / H)`. A
+        slot that is listed twice counts twice. None: all slots are seen.
+      turn: rotation of keys when they are read; None: no rotation.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import Seen
+      >>> seen = Seen(jnp.zeros((1, 1, 3)), jnp.array([[[0, 1, 2]]]))
+      >>> seen._replace(index=jnp.array([[[2, -1]]])).listed().position.tolist()
+      [[[2, -1]]]
+    """
+
+    bias: Float[Array, "B H S"]
+    position: Int[Array, "B H S"]
+    end: Int[Array, "B K *I"] | None = None
+    first: Int[Array, "B K *I"] | None = None
+    index: Int[Array, "B K N"] | None = None
+    turn: Turn | None = None
+
+    @property
+    def places(self) -> int:
+        """Number of places (static)."""
+        return (self.bias if self.index is None else self.index).shape[2]
+
+    @property
+    def live(self) -> Bool[Array, "B H S"]:
+        """Which slots hold a token."""
+        return live_slots(self.bias, self.position)
+
+    def listed(self) -> Seen:
+        """Returns the places of the lists as slots of their own; an entry -1 is a free slot."""
+        named, slot = self.index >= 0, jnp.maximum(self.index, 0)
+        return Seen(
+            bias=jnp.where(named, take_slots(self.bias, slot), -jnp.inf),
+            position=jnp.where(named, take_slots(self.position, slot), -1),
+            end=jnp.full(slot.shape[:2], slot.shape[2], jnp.int32),
+            turn=None if self.turn is None else self.turn.at(take_slots(self.turn.position, slot)),
+        )
+
+    def turned(self, k: Float[Array, "B H S D"]) -> Float[Array, "B H S D"]:
+        """Returns the keys of all slots, rotated if they are stored unrotated."""
+        return k if self.turn is None else self.turn.rotate(k)
+
+
+class Mask(NamedTuple):
+    """Options that turn a product of query and key into a logit (static).
+
+    Args:
+      scale: factor of the product.
+      window: a query sees the newest `window` positions; None: all of them.
+      soft_cap: bound c of logits before the bias, `c · tanh(logit / c)`; None: no bound.
+    """
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+
 
 # `product(q, keys, start)` takes the place of `q · k` for a block of decoded keys `[B, H, N, D]`
 # whose first slot is `start`. It is linear in the keys. None: `q · k` itself.
@@ -19,18 +109,10 @@ def products(q: Float[Array, "B H R D"], k: Float[Array, "B H S D"]) -> Float[Ar
 
 
 def mask_products(
-    products: Float[Array, "B H R S"],
-    bias: Float[Array, "B H S"],
-    key_position: Int[Array, "B H S"],
-    query_position: Int[Array, "B T"],
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
+    products: Float[Array, "B H R S"], seen: Seen, query_position: Int[Array, "B T"], mask: Mask
 ) -> Float[Array, "B H R S"]:
     """Returns float32 attention logits from products `q·k`, scaled, capped and masked."""
-    logits = capped(products * scale, soft_cap)
-    return masked(logits, bias, key_position, query_position, window)
+    return masked(capped(products * mask.scale, mask.soft_cap), seen, query_position, mask.window)
 
 
 def capped(logits: Float[Array, "*R"], soft_cap: float | None) -> Float[Array, "*R"]:
@@ -40,8 +122,7 @@ def capped(logits: Float[Array, "*R"], soft_cap: float | None) -> Float[Array, "
 
 def masked(
     logits: Float[Array, "B H R S"],
-    bias: Float[Array, "B H S"],
-    key_position: Int[Array, "B H S"],
+    seen: Seen,
     query_position: Int[Array, "B T"],
     window: int | None,
 ) -> Float[Array, "B H R S"]:
@@ -51,21 +132,18 @@ def masked(
     uses `where`, so that the contents of a free slot's key never reach the result.
     """
     rows, tokens = logits.shape[2], query_position.shape[1]
-    visible = visible_slots(bias, key_position, query_position, window)
-    logits = logits + bias[:, :, None, :]
+    visible = visible_slots(seen, query_position, window)
+    logits = logits + seen.bias[:, :, None, :]
     grouped = logits.reshape(*logits.shape[:2], rows // tokens, tokens, -1)
     return jnp.where(visible[:, :, None], grouped, -jnp.inf).reshape(logits.shape)
 
 
 def visible_slots(
-    bias: Float[Array, "B H S"],
-    key_position: Int[Array, "B H S"],
-    query_position: Int[Array, "B T"],
-    window: int | None,
+    seen: Seen, query_position: Int[Array, "B T"], window: int | None
 ) -> Bool[Array, "B H T S"]:
     """Returns whether a query sees a slot: live, not newer than the query, and in its window."""
-    q_pos, k_pos = query_position[:, None, :, None], key_position[:, :, None, :]
-    visible = (k_pos <= q_pos) & live_slots(bias, key_position)[:, :, None, :]
+    q_pos, k_pos = query_position[:, None, :, None], seen.position[:, :, None, :]
+    visible = (k_pos <= q_pos) & seen.live[:, :, None, :]
     return visible if window is None else visible & (k_pos > q_pos - window)
 
 

@@ -5,24 +5,19 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
-from pallas_kernels.base.logits import live_slots
+from pallas_kernels.base.logits import Seen
 
 NEVER = np.int32(np.iinfo(np.int32).max)  # a position that no query reaches
 
 
 def meets(
-    query_position: Int[Array, "B R"],
-    bias: Float[Array, "B H S"],
-    key_position: Int[Array, "B H S"],
-    window: int | None,
-    rows: int,
-    block: int,
+    query_position: Int[Array, "B R"], seen: Seen, window: int | None, rows: int, block: int
 ) -> Bool[Array, "B H I J"]:
     """Returns whether one of tile i's `rows` queries may see one of block j's `block` slots."""
     query = _in_tiles(query_position, rows)[:, None, :, None]
-    key = jnp.where(live_slots(bias, key_position), key_position, -1)
+    key = jnp.where(seen.live, seen.position, -1)
     key = _in_tiles(key, block)[:, :, None]
     oldest_key = jnp.where(key >= 0, key, NEVER).min(-1)
     sees = oldest_key <= query.max(-1)
@@ -33,19 +28,14 @@ def meets(
 
 
 def sees_all(
-    query_position: Int[Array, "B R"],
-    bias: Float[Array, "B H S"],
-    key_position: Int[Array, "B H S"],
-    window: int | None,
-    rows: int,
-    block: int,
+    query_position: Int[Array, "B R"], seen: Seen, window: int | None, rows: int, block: int
 ) -> Bool[Array, "B H I J"]:
     """Returns whether all of tile i's queries see all of block j's slots, whose biases are all 0.
 
     Then logits are products alone, to which no mask and no bias is applied.
     """
     query = _in_tiles(query_position, rows)[:, None, :, None]
-    key = _in_tiles(jnp.where(bias == 0, key_position, -1), block)[:, :, None]
+    key = _in_tiles(jnp.where(seen.bias == 0, seen.position, -1), block)[:, :, None]
     oldest_key = key.min(-1)
     sees = (oldest_key >= 0) & (key.max(-1) <= query.min(-1))
     return sees if window is None else sees & (oldest_key > query.max(-1) - window)

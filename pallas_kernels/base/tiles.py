@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 from pallas_kernels.base.dispatch import default_device, gpu_capability
 
@@ -62,6 +63,18 @@ class Tile:
         wanted = self.programs * self.cores // programs
         least = max(block * BLOCKS_PER_SPLIT, rows * SLOTS_PER_ROW)
         return max(1, min(wanted, -(-slots // least)))
+
+
+class Launch(NamedTuple):
+    """How a kernel for GPUs is started: its tile sizes, and whether it is interpreted."""
+
+    tile: Tile
+    interpret: bool
+
+
+def launch_of(operation: str, implementation: str) -> Launch:
+    """Returns how a kernel for GPUs is started, given the result of `choose_implementation`."""
+    return Launch(tile_of(operation), implementation == "interpret")
 
 
 def tile_of(operation: str) -> Tile:

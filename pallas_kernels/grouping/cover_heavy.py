@@ -77,11 +77,9 @@ def _best(score, number, vertex, axis: int):
     return best.max(axis), first.min(axis), best_vertex
 
 
-def _kernel(
-    bits, words, weights, number, top, top_number, top_vertex, *refs,
-    few: int, capacity: int, interpret: bool,
-):  # fmt: skip
+def _kernel(bits, words, weights, number, *refs, few: int, capacity: int, interpret: bool) -> None:
     """Makes all entries that may cover more than a few vertices."""
+    top, top_number, top_vertex, *refs = refs
     gain, center, value, count = refs[3:]  # the first three are the same memory
     size, row_words = number.shape[0], bits.shape[1]
     lane = jnp.arange(power_of_two(row_words), dtype=jnp.int32)

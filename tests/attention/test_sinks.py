@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from pallas_kernels import decode_attention
+from pallas_kernels import Mask, Queries, Seen, decode_attention
 from pallas_kernels.attention.call import beside_sinks
 from tests.compose.test_conformance import CASES, COVERING, SELECTING
 from tests.references.attention import softmax_attention
@@ -107,7 +107,7 @@ def test_a_sink_takes_no_digits(sink, dtype):
     at = jnp.arange(64, dtype=jnp.int32)[None, None]
     lse, out, p = beside_sinks(
         jnp.array([sink], dtype),
-        *weighed(q[:, :, None], k, v, jnp.zeros(at.shape), at[0, :, -1:], at),
+        *weighed(Queries(q[:, :, None], at[0, :, -1:]), k, v, Seen(jnp.zeros(at.shape), at)),
     )
     assert out.dtype == dtype and lse.dtype == p.dtype == jnp.float32
     q, k, v = (np.asarray(x, np.float64)[0, 0] for x in (q, k, v))
@@ -122,7 +122,7 @@ def test_a_sink_takes_no_digits(sink, dtype):
 @jax.jit
 def weighed(*args):
     """Log-sum-exps, outputs and probabilities."""
-    out, lse, p = decode_attention(*args, scale=0.4)
+    out, lse, p = decode_attention(*args, Mask(0.4))
     return lse, out, p
 
 

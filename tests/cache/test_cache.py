@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 import kvjax
 from kvjax.cache.rearrange import widen as widen_slots
 from kvjax.cache.slots import Column, empty_cache, ranks
-from pallas_kernels import decode_attention
+from pallas_kernels import Mask, Queries, Seen, decode_attention
 from tests.support.tolerances import close
 
 ROWS, HEADS, SLOTS, DIM, NEW = 2, 2, 6, 3, 4
@@ -254,8 +254,8 @@ def filled(seed: int, duplicates: np.ndarray | None = None) -> kvjax.kit.KVCache
 @jax.jit
 def attention(cache, q):
     now = jnp.full((ROWS, 1), SLOTS, jnp.int32)
-    arrays = (cache.k.read(), cache.v.read(), cache.log_mass, now, cache.position)
-    return decode_attention(q, *arrays, scale=0.5)[0]
+    rows, seen = (cache.k.read(), cache.v.read()), Seen(cache.log_mass, cache.position)
+    return decode_attention(Queries(q, now), *rows, seen, Mask(0.5))[0]
 
 
 labels_with_free = st.tuples(

@@ -26,7 +26,7 @@ from tests.support.ahead_of_time import Program, on_host
 SLOTS, LISTED, QUERIES = 32_768, 2048, 8192
 CLUSTERS, PAGE, CHUNK = 400, 16, 1024
 MAX_NEW, STEPS = 512, 64
-OPTIONS = {"scale": 0.1, "implementation": "pallas"}
+OPTIONS = {"mask": ops.Mask(0.1), "implementation": "pallas"}
 
 
 def programs() -> Iterator[Program]:
@@ -79,44 +79,40 @@ def struct(shape: tuple[int, ...], dtype, host: bool = False) -> jax.core.Shaped
     return jax.core.ShapedArray(shape, jnp.dtype(dtype), memory_space=space)
 
 
-def _query(heads: Heads):
-    return struct((1, heads.kv, heads.group, 1, heads.dim), heads.dtype)
+def _queries(heads: Heads, tokens: int = 1) -> ops.Queries:
+    q = struct((1, heads.kv, heads.group, tokens, heads.dim), heads.dtype)
+    return ops.Queries(q, struct((1, tokens), "int32"))
 
 
-def _slots(heads: Heads) -> tuple:
-    """Bias, query position and position of the slots."""
+def _seen(heads: Heads, listed: int | None = None) -> ops.Seen:
     slots = (1, heads.kv, SLOTS)
-    return struct(slots, "float32"), struct((1, 1), "int32"), struct(slots, "int32")
+    index = None if listed is None else struct((1, heads.kv, listed), "int32")
+    return ops.Seen(struct(slots, "float32"), struct(slots, "int32"), index=index)
 
 
 def _dense(heads: Heads) -> Iterator[Program]:
     store = struct((1, heads.kv, SLOTS, heads.dim), heads.dtype)
     used = struct((1, heads.kv), "int32")
-    index = struct((1, heads.kv, LISTED), "int32")
-    q, rest = _query(heads), _slots(heads)
+    queries, seen = _queries(heads), _seen(heads)._replace(end=used)
 
-    def decode(q, k, v, bias, query, position, used, **options):
-        return ops.decode_attention(q, k, v, bias, query, position, used=used, **options, **OPTIONS)
-
-    def program(name, function, *more):
-        args = (q, store, store, *more)
+    def program(name, function, seen, **options):
+        args, options = (queries, store, store, seen), {**OPTIONS, **options}
         return Program(
-            f"{name}, {heads}", function, args, (store, store), 2 * bytes_of(store),
-            "split_attention",
+            f"{name}, {heads}", functools.partial(function, **options), args, (store, store),
+            2 * bytes_of(store), "split_attention",
         )  # fmt: skip
 
-    plain = functools.partial(decode, probabilities=False)
-    yield program("decode", plain, *rest, used)
-    yield program("decode with probabilities", decode, *rest, used)
-    yield program("decode in a window", functools.partial(plain, window=4096), *rest, used)
-    gather = functools.partial(ops.gather_attention, probabilities=False, **OPTIONS)
-    yield program("gather", gather, index, *rest)
-    with_all = functools.partial(ops.gather_attention, **OPTIONS)
-    yield program("gather with probabilities", with_all, index, *rest)
+    plain, window = {"probabilities": False}, ops.Mask(0.1, window=4096)
+    yield program("decode", ops.decode_attention, seen, **plain)
+    yield program("decode with probabilities", ops.decode_attention, seen)
+    yield program("decode in a window", ops.decode_attention, seen, mask=window, **plain)
+    listed = _seen(heads, LISTED)
+    yield program("gather", ops.gather_attention, listed, **plain)
+    yield program("gather with probabilities", ops.gather_attention, listed)
 
 
 def _encoded(heads: Heads) -> Iterator[Program]:
-    q, rest = _query(heads), _slots(heads)
+    queries, seen = _queries(heads), _seen(heads)
     numbers = struct((1, heads.kv, SLOTS, heads.dim), heads.dtype)
     plain = {"probabilities": False, **OPTIONS}
 
@@ -141,7 +137,7 @@ def _encoded(heads: Heads) -> Iterator[Program]:
         axis = "channel" if "channel" in name else "token"
         call = functools.partial(ops.quantized_attention, key_axis=axis, **plain)
         stores = (k.values, v.values)
-        yield program(f"quantized {name}", call, _avals((q, k, v, *rest)), stores)
+        yield program(f"quantized {name}", call, _avals((queries, k, v, seen)), stores)
     book = (1, 1, heads.kv * SLOTS // 4, heads.dim)
     own = (1, heads.kv, SLOTS)
     k = v = ops.References(
@@ -149,11 +145,11 @@ def _encoded(heads: Heads) -> Iterator[Program]:
     )
     frequency = struct((1, heads.dim // 2), "float32")
 
-    def turned(q, k, v, bias, query, position, frequency):
-        turn = ops.Turn(frequency, position)
-        return ops.codebook_attention(q, k, v, bias, query, position, turn=turn, **plain)
+    def turned(queries, k, v, seen, frequency):
+        seen = seen._replace(turn=ops.Turn(frequency, seen.position))
+        return ops.codebook_attention(queries, k, v, seen, **plain)
 
-    args, stores = (q, k, v, *rest), (k.entries, v.entries)
+    args, stores = (queries, k, v, seen), (k.entries, v.entries)
     call = functools.partial(ops.codebook_attention, **plain)
     yield program("codebook", call, args, stores)
     args = (*args, frequency)
@@ -429,14 +425,13 @@ def prompts(heads: Heads) -> Iterator[Program]:
 
 def _prompt_kernels(heads: Heads) -> Iterator[Program]:
     store = struct((1, heads.kv, SLOTS, heads.dim), heads.dtype)
-    (bias, _, position), query = _slots(heads), struct((1, QUERIES), "int32")
-    q = struct((1, heads.kv, heads.group, QUERIES, heads.dim), heads.dtype)
+    seen = _seen(heads)
     fewer = SLOTS // (2 * heads.group)  # their outputs are half as large as a store: no copies
-    few, half = (struct((*q.shape[:3], n, heads.dim), heads.dtype) for n in (16, fewer))
-    lse, half_lse = (struct(x.shape[:4], "float32") for x in (q, half))
+    queries, few, half = (_queries(heads, n) for n in (QUERIES, 16, fewer))
+    lse, half_lse = (struct(x.q.shape[:4], "float32") for x in (queries, half))
 
-    def alone(q, k, *rest):
-        return ops.prompt_attention(q, k, None, *rest, **OPTIONS)
+    def alone(queries, k, seen):
+        return ops.prompt_attention(queries, k, None, seen, **OPTIONS)
 
     def program(name, kernel, function, args):
         stores = (store, store)
@@ -447,19 +442,16 @@ def _prompt_kernels(heads: Heads) -> Iterator[Program]:
 
     attend = functools.partial(ops.prompt_attention, **OPTIONS)
     joined = functools.partial(ops.prompt_attention_and_sums, **OPTIONS)
-    rest = bias, query, position
-    yield program("attention", "split_attention", attend, (q, store, store, *rest))
-    last = struct((1, 16), "int32")
-    yield program("log-sum-exps", "split_attention", alone, (few, store, bias, last, position))
+    yield program("attention", "split_attention", attend, (queries, store, store, seen))
+    yield program("log-sum-exps", "split_attention", alone, (few, store, seen))
     for columns in (ops.column_sums, ops.column_maxima):
         name = columns.__name__
         reduce = functools.partial(columns, **OPTIONS)
-        yield program(name, name, reduce, (q, store, bias, lse, query, position))
-    query = struct((1, fewer), "int32")
-    args = half, store, store, bias, query, position
+        yield program(name, name, reduce, (queries, store, seen, lse))
+    args = half, store, store, seen
     yield program("attention and sums", "column_sums", joined, args)
     joined = functools.partial(ops.prompt_attention_and_maxima, **OPTIONS)
-    args = half, store, store, bias, half_lse, query, position
+    args = half, store, store, seen, half_lse
     yield program("attention and maxima", "column_maxima", joined, args)
 
 

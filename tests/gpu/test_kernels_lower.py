@@ -52,7 +52,7 @@ def test_a_kernel_lowers_for_cuda(program):
     assert program.kernel in text
     assert not touched(text, program), "nothing beside the kernels reads a store"
     if name in ("quantized", "codebook"):
-        dim = program.args[0].shape[-1]
+        dim = program.args[0].q.shape[-1]
         assert not re.search(rf"x{SLOTS}x{dim}x(bf16|f16|f32)", text), "decoded rows"
     if name in SELECTING:
         operations = set(re.findall(r"(?:stablehlo|chlo)\.(\w+)", text))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from types import SimpleNamespace
 
 import jax
@@ -12,7 +11,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 
 import kvjax
-from pallas_kernels import decode_attention, gather_attention
+from pallas_kernels import Mask, Queries, Seen, decode_attention, gather_attention
 from pallas_kernels.attention import call as call_module
 from pallas_kernels.base import dispatch
 from tests.support.attending import attend, new_cache
@@ -50,26 +49,29 @@ def test_decode(shape, implementation, small_tiles):
 @pytest.mark.parametrize("implementation", EVERY)
 def test_decode_with_lengths_and_without_probabilities(implementation, small_tiles):
     case = Case(Shape(group=2))
-    call = functools.partial(decode_attention, used=case.used)
     options = {**case.options, "implementation": implementation, "probabilities": False}
-    out, lse, p = run(call, case.args, **options)
+    out, lse, p = run(decode_attention, ending(case, case.used), **options)
     assert p is None
     # More than there are slots: none of those is live either.
-    beyond = functools.partial(decode_attention, used=np.full((2, 2), SLOTS + 20, np.int32))
-    again, _, _ = run(beyond, case.args, **options)
+    beyond = np.full((2, 2), SLOTS + 20, np.int32)
+    again, _, _ = run(decode_attention, ending(case, beyond), **options)
     close(again, out, "exact")
     expected = case.expected()
     close(out, expected[0])
     close(lse, expected[1])
 
 
+def ending(case, end):
+    """Arguments of a case whose slots are known to end somewhere."""
+    return *case.args[:3], case.seen._replace(end=end)
+
+
 def test_lengths_are_where_reading_ends(small_tiles):
     """Two slots more in every head would be seen by anybody who looked there."""
     case = Case(Shape(group=1))
     fewer = np.maximum(np.asarray(case.used) - 2, 0)
-    call = functools.partial(decode_attention, used=fewer)
     options = {**case.options, "implementation": "interpret", "probabilities": False}
-    out, _, _ = run(call, case.args, **options)
+    out, _, _ = run(decode_attention, ending(case, fewer), **options)
     case.bias = np.where(np.arange(SLOTS) < fewer[..., None], case.bias, -np.inf)
     close(out, case.expected()[0])
 
@@ -84,8 +86,8 @@ def test_reading_begins_and_ends_with_what_is_seen(options, row, expected):
     position = np.array([[[-1, 8, 4, 7, 5, 2, 3, 0]]] * 2)
     query = np.array([[7, -1], [-1, -1]])
     bias = np.zeros((2, 1, 8), np.float32)
-    read = jax.jit(call_module._range, static_argnums=3)
-    found = map(np.asarray, read(bias, query, position, options.get("window")))
+    read = jax.jit(call_module._range, static_argnums=2)
+    found = map(np.asarray, read(Seen(bias, position), query, options.get("window")))
     assert [int(x[row, 0]) for x in found] == expected
 
 
@@ -102,7 +104,8 @@ def test_gather(shape, per_query_head, implementation, small_tiles):
     index = rng.integers(-1, SLOTS, size=(2, lists, 37))
     index[0, 0, 20:], index[0, -1] = -1, -1
     q = np.asarray(case.q).reshape(2, lists, -1, *case.q.shape[3:])
-    args = (q, case.k, case.v, jnp.asarray(index, jnp.int32), *case.args[3:])
+    seen = case.seen._replace(index=jnp.asarray(index, jnp.int32))
+    args = (Queries(q, case.query), case.k, case.v, seen)
     actual = run(gather_attention, args, **case.options, implementation=implementation)
     check(case, actual, case.expected(index))
 
@@ -185,7 +188,7 @@ def test_arrays_of_several_devices_are_left_to_xla(monkeypatch, size, kind, chos
 def test_a_named_kernel_does_not_fall_back():
     case = Case(Shape())
     with pytest.raises(ValueError, match="interpret"):
-        jax.block_until_ready(decode_attention(*case.args, scale=1.0, implementation="pallas"))
+        jax.block_until_ready(decode_attention(*case.args, Mask(1.0), implementation="pallas"))
 
 
 @pytest.mark.parametrize("phase", ["prompt", "decode"])

@@ -155,14 +155,14 @@ class EncodedCase(Case):
             operation = functools.partial(quantized_attention, key_axis=self.form.axis)
         turned_elsewhere = self.turn is not None and self.turn.position is not self.position
 
-        def call(q, k, v, bias, query, position, other, **options):
+        def call(queries, k, v, seen, other, **options):
             turn = self.turn
             if turn is not None:
-                turn = turn.at(other if turned_elsewhere else position)
-            return operation(q, k, v, bias, query, position, turn=turn, **options)
+                turn = turn.at(other if turned_elsewhere else seen.position)
+            return operation(queries, k, v, seen._replace(turn=turn), **options)
 
         other = self.turn.position if turned_elsewhere else None
-        args = (self.q, self.k_stored, self.v_stored, *self.args[3:], other)
+        args = (self.queries, self.k_stored, self.v_stored, self.seen, other)
         return run(call, args, **self.options, implementation=implementation)
 
 
@@ -202,7 +202,7 @@ def test_small_values_survive_float16():
     case.v = (np.asarray(case.v, np.float32) * 1e-4).astype(np.float16)
     form = Form("int8")
     (k, k_rows), (v, v_rows) = (form.encode(x, case.free) for x in (case.k, case.v))
-    args = case.q, k, v, *case.args[3:]
+    args = case.queries, k, v, case.seen
     out, _, _ = run(quantized_attention, args, **case.options, implementation="interpret")
     expected = case.expected(rows=(k_rows, v_rows))[0]
     error = np.abs(np.asarray(out, np.float64) - expected).max()

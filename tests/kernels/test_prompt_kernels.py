@@ -11,6 +11,9 @@ import pytest
 
 import kvjax
 from pallas_kernels import (
+    Mask,
+    Queries,
+    Seen,
     column_maxima,
     column_sums,
     prompt_attention,
@@ -66,7 +69,7 @@ REDUCED = {column_sums: np.sum, column_maxima: np.max}
 
 def columns(operation, case, lse, implementation):
     """What an operation makes of the columns, given the log-sum-exps that are right."""
-    args = (case.q, case.k, case.bias, jnp.asarray(lse, jnp.float32), case.query, case.position)
+    args = (case.queries, case.k, case.seen, jnp.asarray(lse, jnp.float32))
     return run(operation, args, **case.options, implementation=implementation)
 
 
@@ -75,7 +78,7 @@ def check(case, implementation):
     expected = case.expected()
     call = functools.partial(run, prompt_attention, **case.options, implementation=implementation)
     out, lse = call(case.args)
-    none, alone = call((case.q, case.k, None, *case.args[3:]))
+    none, alone = call((case.queries, case.k, None, case.seen))
     assert out.dtype == case.v.dtype and lse.dtype == jnp.float32
     close(out, expected[0], case.kind, "output")
     close(lse, expected[1], case.kind, "log-sum-exp")
@@ -113,7 +116,7 @@ def check_joined(case, implementation, expected):
         share = np.exp(lse - np.where(total > -np.inf, total, 0))[..., None]
         args = [*case.args]
         if operation is prompt_attention_and_maxima:
-            args.insert(4, jnp.asarray(others, jnp.float32))
+            args.append(jnp.asarray(others, jnp.float32))
         given = {name: x if x is None else jnp.asarray(x, jnp.float32) for name, x in given.items()}
         call = functools.partial(operation, **given)
         found = run(call, args, **case.options, implementation=implementation)
@@ -165,15 +168,16 @@ def test_maxima_of_some_columns_of_a_larger_softmax(implementation, one_part):
     whole, lse, _ = case.expected()
     part = [np.asarray(x)[:, :, :document] for x in (case.k, case.bias, case.position)]
     k, bias, position = part
+    seen = Seen(bias, position)
     found, joined = [], []
     options = {**case.options, "implementation": implementation}
     for chunk in (slice(0, 13), slice(13, None)):
-        q, query = case.q[..., chunk, :], case.query[:, chunk]
-        args = (q, k, bias, jnp.asarray(lse[..., chunk], jnp.float32), query, position)
+        queries = Queries(case.q[..., chunk, :], case.query[:, chunk])
+        args = (queries, k, seen, jnp.asarray(lse[..., chunk], jnp.float32))
         found.append(run(column_maxima, args, **options))
         rest = [x[:, :, document:] for x in (case.k, case.v, case.bias, case.position)]
-        of_rest, others = run(prompt_attention, (q, *rest[:3], query, rest[3]), **options)
-        args = (q, k, case.v[:, :, :document], bias, others, query, position)
+        of_rest, others = run(prompt_attention, (queries, *rest[:2], Seen(*rest[2:])), **options)
+        args = (queries, k, case.v[:, :, :document], seen, others)
         out, total, maxima = run(prompt_attention_and_maxima, args, **options)
         joined.append(maxima)
         close(total, lse[..., chunk], case.kind)
@@ -183,7 +187,7 @@ def test_maxima_of_some_columns_of_a_larger_softmax(implementation, one_part):
         [
             reference(
                 case.q[b, h], np.nan_to_num(k[b, h]), lse[b, h], np.asarray(case.query)[b],
-                position[b, h], bias[b, h], **case.options,
+                position[b, h], bias[b, h], **case.logits,
             )
             for h in range(2)
         ]
@@ -197,12 +201,12 @@ def test_a_causal_prompt_meets_half_of_its_blocks():
     """Slots in the order of positions, and a capacity of which most is free."""
     place = jnp.arange(64, dtype=jnp.int32)
     key = jnp.where(place < 32, place, -1)[None, None]
-    bias = jnp.where(key < 0, -jnp.inf, 0.0)
-    first, end = hull(meets(place[None, :32], bias, key, None, 8, 8), 3)
+    seen = Seen(jnp.where(key < 0, -jnp.inf, 0.0), key)
+    first, end = hull(meets(place[None, :32], seen, None, 8, 8), 3)
     assert (first[0, 0].tolist(), end[0, 0].tolist()) == ([0, 0, 0, 0], [1, 2, 3, 4])
-    first, end = hull(meets(place[None, :32], bias, key, 8, 8, 8), 3)
+    first, end = hull(meets(place[None, :32], seen, 8, 8, 8), 3)
     assert (first[0, 0].tolist(), end[0, 0].tolist()) == ([0, 0, 1, 2], [1, 2, 3, 4])
-    first, end = hull(meets(place[None, :32], bias, key, 8, 8, 8), 2)
+    first, end = hull(meets(place[None, :32], seen, 8, 8, 8), 2)
     assert (first[0, 0, :4].tolist(), end[0, 0].tolist()) == (
         [0, 1, 2, 3], [2, 3, 4, 4, 0, 0, 0, 0],
     )  # fmt: skip
@@ -216,14 +220,14 @@ def test_large_logits_do_not_overflow(implementation, one_part):
     options = {**case.options, "implementation": implementation}
     out, lse = run(prompt_attention, case.args, **options)
     close(out, expected[0], "bfloat16")  # the logits themselves carry a rounding of 1e-7 · 1e4
-    args = (case.q, case.k, case.bias, lse, case.query, case.position)
+    args = (case.queries, case.k, case.seen, lse)
     for operation, reduce in REDUCED.items():
         close(run(operation, args, **options), reduce(expected[2], axis=3), "bfloat16")
     out, _, found = run(prompt_attention_and_sums, case.args, **options)
     close(out, expected[0], "bfloat16")
     close(found, expected[2].sum(3), "bfloat16")
     none = jnp.full(lse.shape, -jnp.inf)
-    args = (*case.args[:4], none, *case.args[4:])
+    args = (*case.args, none)
     out, _, found = run(prompt_attention_and_maxima, args, **options)
     close(out, expected[0], "bfloat16")
     close(found, expected[2].max(3), "bfloat16")
@@ -235,19 +239,18 @@ def test_without_rows_queries_or_slots_there_is_nothing(shape, implementation):
     batch, heads, group, tokens, slots = shape
     q, k = jnp.zeros((batch, heads, group, tokens, 8)), jnp.zeros((batch, heads, slots, 8))
     bias, position = jnp.zeros((batch, heads, slots)), jnp.zeros((batch, heads, slots), jnp.int32)
-    query = jnp.zeros((batch, tokens), jnp.int32)
-    options = {"scale": 1.0, "implementation": implementation}
-    out, lse = run(prompt_attention, (q, k, k, bias, query, position), **options)
+    queries, seen = Queries(q, jnp.zeros((batch, tokens), jnp.int32)), Seen(bias, position)
+    options = {"mask": Mask(1.0), "implementation": implementation}
+    out, lse = run(prompt_attention, (queries, k, k, seen), **options)
     assert out.shape == q.shape and lse.shape == q.shape[:-1] and (out == 0).all()
-    none, lse = run(prompt_attention, (q, k, None, bias, query, position), **options)
+    none, lse = run(prompt_attention, (queries, k, None, seen), **options)
     assert none is None and (lse == -np.inf).all()
     for operation in REDUCED:
-        found = run(operation, (q, k, bias, lse, query, position), **options)
+        found = run(operation, (queries, k, seen, lse), **options)
         assert found.shape == (batch, heads, group, slots) and (found == 0).all()
-    rows, where = (q, k, k, bias), (query, position)
     for operation, args in (
-        (prompt_attention_and_sums, (*rows, *where)),
-        (prompt_attention_and_maxima, (*rows, lse, *where)),
+        (prompt_attention_and_sums, (queries, k, k, seen)),
+        (prompt_attention_and_maxima, (queries, k, k, seen, lse)),
     ):
         out, _, found = run(operation, args, **options)
         assert out.shape == q.shape and found.shape == (batch, heads, group, slots)

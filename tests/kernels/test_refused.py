@@ -18,19 +18,14 @@ def ints(*shape):
 
 QUERY = floats(2, 2, 1, 1, 64)  # rows, KV heads, query heads of each, tokens, channels
 KEYS = floats(2, 2, 45, 64)
-SLOTS = floats(2, 2, 45), ints(2, 1), ints(2, 2, 45)
-"""Bias, positions of the queries, and positions of the slots."""
+QUERIES = ops.Queries(QUERY, ints(2, 1))
+SEEN = ops.Seen(floats(2, 2, 45), ints(2, 2, 45))
+MASK = {"mask": ops.Mask(1.0)}
+INDEX = ints(2, 2, 3)
 
 
-INDEX, LSE = ints(2, 2, 3), floats(2, 2, 1, 1)
-
-
-def gathered(k=KEYS, index=INDEX, tokens=SLOTS[1]):
-    return [QUERY, k, KEYS, index, SLOTS[0], tokens, SLOTS[2]]
-
-
-def columns(q=QUERY, lse=LSE):
-    return [q, KEYS, SLOTS[0], lse, *SLOTS[1:]]
+def gathered(k=KEYS, index=INDEX):
+    return [QUERIES, k, KEYS, SEEN._replace(index=index)]
 
 
 ENCODED = ops.Encoded(floats(2, 2, 45, 64), floats(2, 2, 45), None)
@@ -41,26 +36,32 @@ STORE = (floats(1, 2, 5, 4),)
 TOKENS, CLUSTERS = floats(1, 1, 5, 2), (floats(1, 1, 3, 2), floats(1, 1, 3))
 ROWS = floats(1, 2, 4, 3)
 CASES = [
-    (ops.gather_attention, gathered(), {"scale": 1.0, "implementation": "cuda"},
+    (ops.gather_attention, gathered(), {**MASK, "implementation": "cuda"},
      r"\('xla', 'pallas', 'interpret'\), got 'cuda'"),
-    (ops.gather_attention, gathered(k=floats(2, 2, 45, 32)), {"scale": 1.0},
+    (ops.gather_attention, gathered(k=floats(2, 2, 45, 32)), MASK,
      r"k must have shape \(2, 2, 45, 64\), got \(2, 2, 45, 32\)"),
-    (ops.gather_attention, gathered(index=ints(2, 4, 3)), {"scale": 1.0},
+    (ops.gather_attention, gathered(index=ints(2, 4, 3)), MASK,
      r"\(2, 2\), got \(2, 4, 3\)"),
-    (ops.decode_attention, [QUERY, KEYS, KEYS, *SLOTS], {"scale": 1.0, "used": ints(2)},
-     r"used must be \[B, H\] = \(2, 2\), got \(2,\)"),
+    (ops.gather_attention, gathered(index=None), MASK, r"\(2, 2\), got None"),
+    (ops.decode_attention, gathered(), MASK,
+     r"gather_attention takes an index, got one of shape \(2, 2, 3\)"),
+    (ops.decode_attention, [QUERIES, KEYS, KEYS, SEEN._replace(end=ints(2))], MASK,
+     r"end must be \[B, H\] = \(2, 2\), got \(2,\)"),
     (ops.quantized_attention,
-     [QUERY, ENCODED._replace(values=floats(2, 2, 45, 32)), ENCODED, *SLOTS], {"scale": 1.0},
+     [QUERIES, ENCODED._replace(values=floats(2, 2, 45, 32)), ENCODED, SEEN], MASK,
      r"k.values must have shape \(2, 2, 45, 64\), got \(2, 2, 45, 32\)"),
-    (ops.codebook_attention, [QUERY, BOOK._replace(entries=floats(2, 2, 9, 64)), BOOK, *SLOTS],
-     {"scale": 1.0}, r"k.entries must be \[B, 1, E, D\]"),
-    (ops.prompt_attention, [QUERY, KEYS, floats(2, 2, 44, 64), *SLOTS], {"scale": 1.0},
+    (ops.codebook_attention, [QUERIES, BOOK._replace(entries=floats(2, 2, 9, 64)), BOOK, SEEN],
+     MASK, r"k.entries must be \[B, 1, E, D\]"),
+    (ops.prompt_attention,
+     [QUERIES, KEYS, KEYS, SEEN._replace(turn=ops.Turn(floats(1, 32), SEEN.position))], MASK,
+     "must be rotated already"),
+    (ops.prompt_attention, [QUERIES, KEYS, floats(2, 2, 44, 64), SEEN], MASK,
      r"v must have shape \(2, 2, 45, 64\), got \(2, 2, 44, 64\)"),
-    *((operation, columns(lse=floats(2, 2, 2)), {"scale": 1.0},
+    *((operation, [QUERIES, KEYS, SEEN, floats(2, 2, 2)], MASK,
        r"lse must have shape \(2, 2, 1, 1\), got \(2, 2, 2\)")
       for operation in (ops.column_sums, ops.column_maxima)),
-    (ops.prompt_attention_and_maxima, [QUERY, KEYS, KEYS, SLOTS[0], floats(2, 2, 2), *SLOTS[1:]],
-     {"scale": 1.0}, r"elsewhere must have shape \(2, 2, 1, 1\), got \(2, 2, 2\)"),
+    (ops.prompt_attention_and_maxima, [QUERIES, KEYS, KEYS, SEEN, floats(2, 2, 2)],
+     MASK, r"elsewhere must have shape \(2, 2, 1, 1\), got \(2, 2, 2\)"),
     (ops.rank_clusters, RANKED, {"group_reduce": "sum"}, "'mean', 'max'.*got 'sum'"),
     (ops.rank_clusters, [RANKED[0], floats(1, 2, 5, 3), RANKED[2]], {},
      r"centroids must have shape \(1, 2, 5, 4\), got \(1, 2, 5, 3\)"),

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.payload import Dense, Seen, Slots
+from kvjax.cache.payload import Dense, Slots
 from kvjax.storage.codebook.payload import Book, CodebookPayload
 from kvjax.storage.encoded_attention import EncodedPayload
 from kvjax.storage.offload.payload import Offloaded
 from kvjax.storage.quantize.payload import Form
 from kvjax.storage.recent import Recent
+from pallas_kernels import Mask, Queries, Seen
 from tests.references.attention import softmax_attention
 from tests.references.rope import rope as rotate
 from tests.support.attending import INV_FREQ, structure, the_rope
@@ -281,7 +282,7 @@ def test_attention(name, turned):
     positions = np.array([[40], [9]])
     seen = Seen(
         log_mass.astype(np.float32), np.where(live, position, -1), live.sum(-1),
-        the_rope().at(position) if turned else None,
+        turn=the_rope().at(position) if turned else None,
     )  # fmt: skip
     kinds = ("xla", "interpret") if isinstance(keys, EncodedPayload) else ("xla",)
     whole = [np.asarray(host(read(x)), np.float64) for x in (keys, values)]
@@ -304,8 +305,8 @@ def test_attention(name, turned):
 @functools.partial(jax.jit, static_argnums=5)
 def attend(keys, values, q, seen, positions, implementation):
     return keys.attention(
-        values, q, seen, positions, probabilities=True, implementation=implementation,
-        scale=D**-0.5, window=None, soft_cap=None,
+        values, Queries(q, positions), seen, Mask(D**-0.5), probabilities=True,
+        implementation=implementation,
     )  # fmt: skip
 
 

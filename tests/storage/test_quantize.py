@@ -12,10 +12,18 @@ import pytest
 
 import kvjax
 from kvjax import Quantize, chain
-from kvjax.cache.payload import Dense, Seen, Slots
+from kvjax.cache.payload import Dense, Slots
 from kvjax.storage.quantize.channels import Channels
 from kvjax.storage.quantize.payload import Form
-from pallas_kernels import dequantise_groups, dequantise_slots, quantise_groups, quantise_slots
+from pallas_kernels import (
+    Mask,
+    Queries,
+    Seen,
+    dequantise_groups,
+    dequantise_slots,
+    quantise_groups,
+    quantise_slots,
+)
 from tests.references import hadamard
 from tests.references import quantised as reference
 from tests.references.attention import softmax_attention
@@ -279,15 +287,15 @@ def attending_to(own, index, implementation, soft_cap=None):
     slot = np.broadcast_to(np.arange(SHAPE[2]), SHAPE[:3])
     bias = np.where(slot < count, 0.0, -np.inf).astype(np.float32)
     position = np.where(slot < count, slot, -1).astype(np.int32)
-    seen = Seen(bias, position, np.full(SHAPE[:2], count, np.int32), None)
+    seen = Seen(bias, position, np.full(SHAPE[:2], count, np.int32), index=index)
     q, at = normal(SHAPE[0], lists, 3, 1, SHAPE[3], seed=7), np.full((SHAPE[0], 1), 20, np.int32)
-    kind = {"scale": 0.3, "window": None, "soft_cap": soft_cap}
+    mask = Mask(0.3, soft_cap=soft_cap)
     call = jax.jit(
-        lambda k, v, q, seen, index: k.attention(
-            v, q, seen, at, index=index, probabilities=True, implementation=implementation, **kind
+        lambda k, v, q, seen: k.attention(
+            v, Queries(q, at), seen, mask, probabilities=True, implementation=implementation
         )
     )
-    return call(*(own if isinstance(own, tuple) else (own, own)), q, seen, index)
+    return call(*(own if isinstance(own, tuple) else (own, own)), q, seen)
 
 
 @pytest.mark.parametrize(
@@ -474,13 +482,13 @@ def test_a_step_decodes_blocks_only(form):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"bits": 2}, "bits must be 8, 4 or 'float8', got 2"),
+        ({"bits": 2}, r"bits must be one of \(8, 4, 'float8'\), got 2"),
         ({"group": 32}, "group is an option of bits=4"),
         ({"residual": 128}, "residual is an option of bits=4, key_axis='channel'"),
         ({"bits": 4, "key_axis": "token", "residual": 128}, "with bits=4, key_axis='token'"),
         ({"bits": 4, "residual": 100}, "multiple of group=32, got 100"),
         ({"bits": 4, "group": 48}, "multiple of group=48, got 128"),
-        ({"rotate": "keys"}, "rotate must be True, False or 'values', got 'keys'"),
+        ({"rotate": "keys"}, r"rotate must be one of \(True, False, 'values'\), got 'keys'"),
     ],
 )
 def test_what_is_not_offered(changes, words):

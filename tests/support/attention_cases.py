@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import Mask, Queries, Seen
 from pallas_kernels.base import tiles
 from tests.references.attention import softmax_attention
 from tests.support.implementations import EVERY as EVERY
@@ -64,11 +65,20 @@ class Case:
         self.q, self.k, self.v = (jnp.asarray(x, dtype) for x in (q, k, v))
         self.bias = jnp.asarray(bias, jnp.float32)
         self.query, self.position = (jnp.asarray(x, jnp.int32) for x in (query, position))
-        self.options = {"scale": 0.3, **shape.options}
+        self.logits = {"scale": 0.3, **shape.options}
+        self.options = {"mask": Mask(**self.logits)}
 
     @property
     def args(self):
-        return self.q, self.k, self.v, self.bias, self.query, self.position
+        return self.queries, self.k, self.v, self.seen
+
+    @property
+    def queries(self):
+        return Queries(self.q, self.query)
+
+    @property
+    def seen(self):
+        return Seen(self.bias, self.position)
 
     def expected(self, index=None, rows=None):
         """Output, log-sum-exp and probabilities, of all slots or of lists `[B, K, N]` of them.
@@ -92,9 +102,9 @@ class Case:
         return [np.reshape(x, (*q.shape[:2], *x[0].shape)) for x in zip(*outs, strict=True)]
 
     def one(self, q, k, v, query, position, bias):
-        out, p = softmax_attention(q, k, v, query, position, bias, **self.options)
-        logits = self.options["scale"] * np.einsum("gtd,sd->gts", q, k)
-        if cap := self.options.get("soft_cap"):
+        out, p = softmax_attention(q, k, v, query, position, bias, **self.logits)
+        logits = self.logits["scale"] * np.einsum("gtd,sd->gts", q, k)
+        if cap := self.logits.get("soft_cap"):
             logits = cap * np.tanh(logits / cap)
         best = p.argmax(-1)[..., None]
         top = np.take_along_axis(p, best, -1)[..., 0]

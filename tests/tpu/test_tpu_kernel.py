@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from pallas_kernels import decode_attention, gather_attention
+from pallas_kernels import Mask, Queries, Seen, decode_attention, gather_attention
 from pallas_kernels.attention import tpu_kernel
 from pallas_kernels.attention.forms import dense_rows, quantized_rows
-from pallas_kernels.attention.kernel import Slots
 from pallas_kernels.attention.tpu_forms import reads, tpu_rows
 from pallas_kernels.base import dispatch
 from tests.kernels.test_encoded_kernels import EncodedCase, Form
@@ -114,7 +113,7 @@ def test_a_named_kernel_that_there_is_not_is_refused(on_tpu):
     case = Case(Shape())
     with pytest.raises(ValueError, match="needs a kernel for TPUs, and this operation has none"):
         gather_attention(
-            *case.args[:3], jnp.zeros((2, 2, 3), jnp.int32), *case.args[3:], scale=1.0,
+            *case.args[:3], case.seen._replace(index=jnp.zeros((2, 2, 3), jnp.int32)), Mask(1.0),
             implementation="pallas",
         )  # fmt: skip
 
@@ -146,10 +145,9 @@ def test_the_kernel_does_not_read_float8():
     assert not reads(rows, rows)
     with pytest.raises(ValueError, match="reads no bfloat16 rows"):
         tpu_kernel.tpu_attention(
-            jnp.zeros((1, 1, 1, 1, 64)), rows, rows,
-            Slots(jnp.zeros((1, 1, 8)), jnp.zeros((1, 1, 8), jnp.int32), jnp.zeros((1, 1), int)),
-            jnp.zeros((1, 1), jnp.int32), scale=1.0, window=None, soft_cap=None,
-            with_logits=False, dtype=jnp.bfloat16,
+            Queries(jnp.zeros((1, 1, 1, 1, 64)), jnp.zeros((1, 1), jnp.int32)), rows, rows,
+            Seen(jnp.zeros((1, 1, 8)), jnp.zeros((1, 1, 8), jnp.int32), jnp.zeros((1, 1), int)),
+            Mask(1.0), with_logits=False, dtype=jnp.bfloat16,
         )  # fmt: skip
 
 

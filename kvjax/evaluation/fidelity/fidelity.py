@@ -316,7 +316,7 @@ def _judge_step(layer: KVTransform, cache: Cache, truth: Truth, position, budget
     out, cache = attend(
         recorded(layer), record(cache), inputs.query, inputs.key, inputs.value, position[:, None],
         phase="decode", rope=inputs.rope, predicted_query=inputs.predicted,
-        sinks=inputs.options.sinks, **inputs.kernel_options,
+        sinks=inputs.options.sinks, implementation=inputs.implementation, **inputs.options.static,
     )  # fmt: skip
     cache, records = unrecord(cache)
     held = looked_at(layer, cache, records, truth.attention.shape[-1])

@@ -16,7 +16,7 @@ from kvjax.cache.slots import KVCache
 from kvjax.compose.wrappers import HeadGroups, in_head_order, map_head_groups
 from kvjax.decisions import Decision
 from kvjax.protocol import AttentionOptions, KVTransform, State, Step, View, Wrapper
-from pallas_kernels import decode_attention
+from pallas_kernels import Queries, Seen, decode_attention
 from pallas_kernels.attention.call import beside_sinks
 
 
@@ -44,11 +44,6 @@ class Record:
     rope: Rope | None
     options: AttentionOptions
     implementation: str | None = field(metadata={"static": True})
-
-    @property
-    def kernel_options(self) -> dict:
-        """Static options by name, as keyword arguments for the operations of `pallas_kernels`."""
-        return {**self.options.static, "implementation": self.implementation}
 
 
 class Recording(NamedTuple):
@@ -143,8 +138,9 @@ def attend_to_all(
         keys = record.rope.rotate(keys, kv.position)
     batch, kv_heads, slots = kv.shape
     out, lse, attention = decode_attention(
-        query.reshape(batch, kv_heads, kv.group, *query.shape[2:]), keys, kv.v.read(),
-        kv.log_mass, position[:, None], kv.position, **record.kernel_options,
+        Queries(query.reshape(batch, kv_heads, kv.group, *query.shape[2:]), position[:, None]),
+        keys, kv.v.read(), Seen(kv.log_mass, kv.position), record.options.mask,
+        implementation=record.implementation,
     )  # fmt: skip
     _, out, attention = beside_sinks(record.options.sinks, lse, out, attention)
     return out.reshape(query.shape).astype(query.dtype), attention.reshape(batch, -1, slots)

@@ -13,9 +13,9 @@ from jax.custom_batching import custom_vmap
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.payload import Dense, Moves, Payload, Seen, Slots, free_bytes
+from kvjax.cache.payload import Dense, Moves, Payload, Slots, free_bytes
 from kvjax.storage.recent import Recent
-from pallas_kernels import host_rows
+from pallas_kernels import Mask, Queries, Seen, host_rows
 
 HOST_MEMORY = "pinned_host"
 
@@ -135,11 +135,11 @@ class Offloaded:
         return Offloaded(_in_host_memory(rows, self.recent.size), self.recent.cleared(cleared))
 
     def attention(
-        self, values: Payload, q: Array, seen: Seen, positions: Array, **options
+        self, values: Payload, queries: Queries, seen: Seen, mask: Mask, **options
     ) -> tuple[Array, Array | None]:
         """Attends to all slots, which copies the stores to the device."""
         keys = Dense(self.read())
-        return keys.attention(Dense(values.read()), q, seen, positions, **options)
+        return keys.attention(Dense(values.read()), queries, seen, mask, **options)
 
 
 def _in_host_memory(rows: Float[Array, "B H S D"], padding: int) -> Float[Array, "B H S+M D"]:

@@ -348,15 +348,11 @@ class ClusterKV(Recall):
 
     def _clusters_of(self, live: Counts, clusterable: Counts, size: Counts) -> Counts:
         """Returns the clusters of a chunk with `live` tokens, of which some are `clusterable`."""
-        wanted = _rounded(live, size) if self.clusters is None else live * 0 + self.clusters
-        return wanted.clip(1).clip(max=clusterable)
+        return _number_of(self.clusters, live, size).clip(max=clusterable)
 
     def _new_clusters_of(self, count: Counts, size: Counts) -> Counts:
         """Returns the clusters of `count` generated tokens."""
-        wanted = (
-            _rounded(count, size) if self.new_clusters is None else self.new_clusters + 0 * count
-        )
-        return wanted.clip(1).clip(max=count)
+        return _number_of(self.new_clusters, count, size).clip(max=count)
 
     def _most_clusters(self, cache: KVCache) -> tuple[int, int]:
         """Returns the most clusters of a chunk, and of a head, when a prompt is complete."""
@@ -390,6 +386,11 @@ class ClusterKV(Recall):
         lengths = np.arange(cache.max_prompt + 1)
         budget = slots_for(self.budget, lengths, self.minimum)
         return self._per_cluster(lengths, budget)
+
+
+def _number_of(fixed: int | None, count: Counts, size: Counts) -> Counts:
+    """Returns a number of clusters, at least 1: a fixed one, or that of clusters of this size."""
+    return (_rounded(count, size) if fixed is None else fixed + 0 * count).clip(1)
 
 
 def _rounded(count: Counts, size: Counts) -> Counts:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.payload import take_slots, write_slots
+from kvjax.cache.payload import of_rows, take_slots, write_slots
 from kvjax.cache.slots import KVCache
 
 
@@ -105,10 +105,6 @@ class Clusters:
 
 def where_heads(which: Bool[Array, "B H"], new: Clusters, old: Clusters) -> Clusters:
     """Takes `new` in the chosen KV heads and `old` in the others; budgets are the same in both."""
-
-    def choose(new: Array, old: Array) -> Array:
-        return jnp.where(which.reshape(*which.shape, *(1,) * (new.ndim - 2)), new, old)
-
     names = "centroids", "sizes", "starts", "number", "sinks"
-    chosen = {name: choose(getattr(new, name), getattr(old, name)) for name in names}
+    chosen = {name: of_rows(which, getattr(new, name), getattr(old, name)) for name in names}
     return dataclasses.replace(new, **chosen)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.payload import take_slots, write_slots
+from kvjax.cache.payload import max_into, take_slots, write_slots
 from kvjax.cache.selection import keep_best
 from kvjax.cache.slots import sorted_slots
 from pallas_kernels import kmeans
@@ -124,16 +124,9 @@ def nearest_to_centroids(
     )
     centroid = take_slots(centroids, jnp.minimum(label, most - 1))
     distance = jnp.square(keys.astype(jnp.float32) - centroid).sum(-1)
-
-    def cluster_min(x: Array, fill: float | int) -> Array:
-        """Returns the minimum over each cluster, at all of its members."""
-        least = jnp.full((*x.shape[:2], most), fill, x.dtype)
-        least = jax.vmap(jax.vmap(lambda s, i, x: s.at[i].min(x, mode="drop")))(least, label, x)
-        return take_slots(least, jnp.minimum(label, most - 1))
-
     # The two members of a cluster of two are equally far from their mean: the tolerance keeps
     # rounding from choosing between them.
-    nearest = evicted & (distance <= cluster_min(distance, jnp.inf) * (1 + 1e-4))
+    nearest = evicted & (distance <= -max_into(-distance, label) * (1 + 1e-4))
     place = jnp.where(nearest, position, _LAST)
-    nearest = nearest & (place == cluster_min(place, _LAST))
+    nearest = nearest & (place == -max_into(-place, label))
     return keep_best(jnp.where(nearest, jnp.inf, distance), evicted, position, count)

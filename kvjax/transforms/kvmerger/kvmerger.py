@@ -6,15 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets.budgets import Budget
-from kvjax.cache.payload import sum_into, take_slots, write_slots
+from kvjax.cache.payload import max_into, sum_into, take_slots, write_slots
 from kvjax.cache.selection import evictable, keep_best, newest
-from kvjax.cache.slots import KVCache, sorted_slots
+from kvjax.cache.slots import KVCache, slot_numbers, sorted_slots
 from kvjax.checks import check_choice, check_number
 from kvjax.decisions import Merge
 from kvjax.protocol import Extent, Needs, Step
@@ -170,7 +169,8 @@ class KVMerger(Unmerged):
         mass = jnp.exp(cache.log_mass)
         if self.weights == "mean":
             return pivot, mass
-        distance = pair_distance(keys, _slot_numbers(pivot), pivot, implementation=implementation)
+        slot = slot_numbers(pivot.shape)
+        distance = pair_distance(keys, slot, pivot, implementation=implementation)
         return pivot, mass * _gaussian(distance, self._sigma(distance, pivot, implementation))
 
     def _merging_sets(
@@ -225,10 +225,10 @@ class KVMerger(Unmerged):
             rank = cache.column("attention").mean(-1)
         else:
             rank = uniform(key, cache.position, cache.heads)
-        best = rank == _set_max(rank, sets)
+        best = rank == max_into(rank, sets)
         age = jnp.where(best, -cache.position, jnp.iinfo(jnp.int32).min)
-        oldest = best & (age == _set_max(age, sets))
-        return _set_max(jnp.where(oldest, _slot_numbers(sets), -1), sets)
+        oldest = best & (age == max_into(age, sets))
+        return max_into(jnp.where(oldest, slot_numbers(sets.shape), -1), sets)
 
     def _sigma(
         self,
@@ -253,12 +253,3 @@ def _gaussian(distance: Float[Array, "B H S"], sigma: float | Array) -> Float[Ar
     """Returns `exp(-d² / 2σ²)`, and 1 where σ is 0."""
     sigma = jnp.where(sigma > 0, sigma, jnp.inf)
     return jnp.exp(-0.5 * jnp.square(distance / sigma))
-
-
-def _slot_numbers(like: Int[Array, "B H S"]) -> Int[Array, "B H S"]:
-    """Returns the number of each slot."""
-    return jax.lax.broadcasted_iota(jnp.int32, like.shape, 2)
-
-
-# Maximum over every set, at all of its members.
-_set_max = jax.vmap(jax.vmap(lambda x, sets: jax.ops.segment_max(x, sets, x.shape[0])[sets]))

@@ -114,11 +114,12 @@ def fit(
 
       >>> import jax, jax.numpy as jnp
       >>> from kvjax.transforms.kvzip.fit import fit
-      >>> from pallas_kernels import prompt_attention
+      >>> from pallas_kernels import Mask, Queries, Seen, prompt_attention
       >>> q = jax.random.normal(jax.random.key(0), (1, 1, 1, 32, 4))
       >>> k, v = jnp.eye(4)[None, None, [0, 1, 0, 1]], jnp.arange(16.0).reshape(1, 1, 4, 4)
       >>> bias, positions = jnp.zeros((1, 1, 4)), jnp.zeros((1, 1, 4), int)
-      >>> out, lse = prompt_attention(q, k, v, bias, jnp.zeros((1, 32), int), positions, scale=0.5)
+      >>> queries, seen = Queries(q, jnp.zeros((1, 32), int)), Seen(bias, positions)
+      >>> out, lse = prompt_attention(queries, k, v, seen, Mask(0.5))
       >>> kept = k[:, :, :2], v[:, :, :2], bias[..., :2]
       >>> fitted = fit(q, *kept, out, lse, scale=0.5, lookups=1e-4)
       >>> jnp.exp(fitted.log_mass).round(1).tolist(), fitted.v[0, 0].round(1).tolist()

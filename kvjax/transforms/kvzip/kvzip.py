@@ -22,7 +22,7 @@ from kvjax.transforms.document_budget import DocumentBudget
 from kvjax.transforms.kvzip.fit import fit
 from kvjax.transforms.kvzip.repetition import QuerySample, Repetition
 from kvjax.transforms.pooling import check_kernel, pool
-from pallas_kernels import prompt_attention
+from pallas_kernels import Queries, Seen, prompt_attention
 from pallas_kernels.base.logits import visible_slots
 
 # Of each head, so many times the budget are fitted. Memory and time of a fit grow with the square
@@ -133,7 +133,7 @@ class KVzip(DocumentBudget):
         options, values = step.options, cache.v.read()
         mass = jnp.where(document, cache.log_mass, -jnp.inf)
         out, lse = prompt_attention(
-            q, step.keys, values, mass, positions, cache.position, **options.static,
+            Queries(q, positions), step.keys, values, Seen(mass, cache.position), options.mask,
             implementation=step.implementation,
         )  # fmt: skip
         # The fit's arrays have as many slots as a head of this cache can keep of documents.
@@ -151,7 +151,8 @@ class KVzip(DocumentBudget):
         mass = jnp.where(kept < slots, take_slots(mass, index), -jnp.inf)
         seen = None
         if options.window is not None:
-            seen = visible_slots(mass, take_slots(cache.position, index), positions, options.window)
+            slots = Seen(mass, take_slots(cache.position, index))
+            seen = visible_slots(slots, positions, options.window)
         k, v = take_slots(step.keys, index), take_slots(values, index)
         log_mass, v = fit(
             q, k, v, mass, out, lse, scale=options.scale, soft_cap=options.soft_cap, seen=seen,

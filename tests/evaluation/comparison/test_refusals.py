@@ -30,7 +30,7 @@ def refused(capsys, tmp_path, code: int) -> str:
         ({"tasks": "gsm8k"}, "gsm8k needs data"),
         ({"lengths": "10"}, "a prompt of 10 tokens is too short: what is hidden in it and the"),
         ({"methods": "(" * 20_000}, "must have at most 10000 characters"),
-        ({"budgets": "99999999999999999999"}, "budget must be at most 2147483647 slots, got 9999"),
+        ({"budgets": "99999999999999999999"}, "budget must be at most 2147483647, got 9999"),
         ({"depths": "1000000000"}, "at least 2 and at most 1000, or depths such as 0,0.5,1, got"),
         ({"depths": ",".join(["0.5"] * 1001)}, "1000 depths at most, got 1001"),
         ({"seed": "9" * 5_000}, "must be an integer from 0 to 2**32 - 1"),
