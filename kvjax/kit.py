@@ -12,6 +12,7 @@ from kvjax.checks import check_choice, check_count, check_number
 from kvjax.decisions import Decision, Keep, Mark, Merge, Order, Retain, group_scores
 from kvjax.devices import all_heads
 from kvjax.protocol import (
+    Card,
     Extent,
     KVTransform,
     Needs,
@@ -22,11 +23,13 @@ from kvjax.protocol import (
     Wrapper,
     accumulated_attention,
 )
+from kvjax.serialization import pytree_node, static_value
 from kvjax.transforms.held_budget import HeldBudget, PromptBudget, decoding_budget, decoding_extent
 from kvjax.transforms.snapkv import by_query_head, window_attention
 
 __all__ = [
     "Budget",
+    "Card",
     "Column",
     "Decision",
     "Dense",
@@ -65,7 +68,9 @@ __all__ = [
     "merge",
     "most_slots",
     "newest",
+    "pytree_node",
     "rows_budget",
+    "static_value",
     "sum_into",
     "take_slots",
     "window_attention",

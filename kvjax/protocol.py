@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -32,6 +32,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache.payload import of_rows, sum_into, take_slots
 from kvjax.cache.slots import KVCache, NotAskedFor
 from kvjax.rope import Rope
+from kvjax.serialization import pytree_node
 
 if TYPE_CHECKING:
     from kvjax.decisions import Decision
@@ -42,8 +43,39 @@ State = Any
 Phase = Literal["prompt", "repetition", "decode"]
 Moment = Literal["prompt", "flush", "step"]
 GroupReduce = Literal["mean", "max", "sum"]
+Situation = Literal["lossless", "later", "facts", "now", "endless", "gist", "baseline", "composed"]
 
 PASSED = "passed"  # the column in which a transform marks prompt tokens that go to the next layer
+
+
+@dataclass(frozen=True)
+class Card:
+    """Facts about a method that compute nothing: the class attribute `card` of a transform.
+
+    The table of methods in README.md and `docs/methods/index.md`, `kvjax methods` and the tests of
+    all methods are made from it. What the method keeps is the first line of its docstring.
+
+    Args:
+      acts: when it acts, such as "prompt, every step".
+      paper: its name there and the arXiv number, or the conference.
+      when: the situation in which to take it, a key of `kvjax.cli.situations.HEADINGS`.
+      small: arguments with which it has something to do in a prompt of 24 tokens, for tests, which
+        set `budget` to 12 and `dense_layers` to none themselves.
+      unscored: parameters that change no score, so that a profile of heads (`ByHead`) serves all.
+      couples_heads: whether what it decides for a head depends on other heads of the layer.
+
+    Example:
+      >>> import kvjax
+      >>> kvjax.SnapKV.card.paper
+      'SnapKV, arXiv 2404.14469'
+    """
+
+    acts: str = ""
+    paper: str = ""
+    when: Situation | None = None
+    small: Mapping[str, Any] = field(default_factory=dict)
+    unscored: tuple[str, ...] = ()
+    couples_heads: bool = False
 
 
 class Stage(IntEnum):
@@ -155,6 +187,8 @@ class Needs(NamedTuple):
       writes_values: its decisions give slots other values, by merging or adding. Where that is in
         decode steps, or at many flushes, and values are not stored as float32, the cache has a
         column for what rounding leaves out of them (`kvjax.cache.remainders`).
+      reordered_slots: a prompt's end moves slots of earlier prompts without freeing any, so that
+        no stored form may encode slots in groups.
     """
 
     accumulated_attention: bool = False
@@ -169,6 +203,7 @@ class Needs(NamedTuple):
     repetition_queries: bool = False
     unfold: bool = False
     writes_values: bool = False
+    reordered_slots: bool = False
 
     def union(self, other: Needs) -> Needs:
         """Returns what serves both."""
@@ -213,7 +248,7 @@ def _asked_for(requested: dict[str, Any], name: str) -> Any:
     return requested[name]
 
 
-@jax.tree_util.register_dataclass
+@pytree_node
 @dataclass(frozen=True)
 class AttentionOptions:
     """Options by which a layer's attention makes its logits and weights.
@@ -404,15 +439,11 @@ class KVTransform:
 
     Class attributes:
       stage: where it stands in a chain.
-      paper: name and arXiv number, for listings.
-      unscored: parameters that change no score, so that a profile of heads (`ByHead`) serves all.
-      couples_heads: whether a head's decision depends on other heads of the layer.
+      card: what lists, pages and tests say of it.
     """
 
     stage: ClassVar[Stage] = Stage.EVICT
-    paper: ClassVar[str] = ""
-    unscored: ClassVar[tuple[str, ...]] = ()
-    couples_heads: ClassVar[bool] = False
+    card: ClassVar[Card] = Card()
 
     def __init_subclass__(cls, **kwargs):
         """Refuses fields that would replace a member of a base class without a word.
@@ -430,11 +461,6 @@ class KVTransform:
                     f"{cls.__name__} has a field {name!r}, which is a member of "
                     f"{cls.__bases__[0].__name__}: name it otherwise"
                 )
-
-    @property
-    def reorders_slots(self) -> bool:
-        """Tells whether a prompt's end moves slots of earlier prompts without freeing any."""
-        return False
 
     @property
     def longest_turn(self) -> int | None:
@@ -456,10 +482,6 @@ class KVTransform:
         Raises:
           ValueError: it cannot work there.
         """
-        return self
-
-    def by_slot(self) -> KVTransform:
-        """Returns the stored form in which each slot is encoded by itself, as rings need it."""
         return self
 
     def extent(self, extent: Extent) -> Extent:
@@ -506,6 +528,7 @@ class KVTransform:
         return None, state
 
 
+@pytree_node
 class Wrapped(NamedTuple):
     """State of a wrapper that remembers nothing itself: its base's.
 
@@ -654,4 +677,4 @@ class Full(KVTransform):
       (Full(), Full())
     """
 
-    paper: ClassVar[str] = "no compression"
+    card = Card(acts="never", when="baseline")

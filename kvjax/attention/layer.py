@@ -17,6 +17,7 @@ from kvjax.compose.chain import parts_of
 from kvjax.devices import Placement
 from kvjax.protocol import AttentionOptions, KVTransform, Stage, State, takes_part
 from kvjax.rope import Rope
+from kvjax.serialization import pytree_node
 
 T = TypeVar("T")
 
@@ -26,6 +27,7 @@ T = TypeVar("T")
 SAMPLE = 2048
 
 
+@pytree_node
 class QueryWindow(NamedTuple):
     """The last W queries of each row, oldest first.
 
@@ -56,6 +58,7 @@ class QueryWindow(NamedTuple):
         return QueryWindow(query, jnp.take_along_axis(position, last, axis=1))
 
 
+@pytree_node
 class QuerySample(NamedTuple):
     """Queries of the repetition of each row's prompt: those of every n-th token.
 
@@ -110,7 +113,7 @@ def _every(count: Int[Array, " B"], size: int) -> Int[Array, " B"]:
     return 1 << (size << powers < count[:, None]).sum(1, dtype=jnp.int32)
 
 
-@jax.tree_util.register_dataclass
+@pytree_node
 @dataclass(frozen=True)
 class LayerCache:
     """Everything that one attention layer carries from call to call.
@@ -146,7 +149,7 @@ class LayerCache:
     placement: Placement | None = field(default=None, metadata={"static": True})
 
 
-@jax.tree_util.register_dataclass
+@pytree_node
 @dataclass(frozen=True)
 class Reading:
     """A prompt that is being read into a layer's cache: what `attend(..., last=False)` returns.

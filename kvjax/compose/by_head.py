@@ -20,11 +20,13 @@ from kvjax.compose.foreseen import foreseen
 from kvjax.compose.walks import MethodHeads, map_methods, walk
 from kvjax.compose.wrappers import HeadGroups, LayerChoice
 from kvjax.messages import brief
-from kvjax.protocol import Extent, KVTransform, Needs, Stage, check_transform
+from kvjax.protocol import Card, Extent, KVTransform, Needs, Stage, check_transform
+from kvjax.serialization import static_value
 
 _TOKENS = 10_000  # of which rectangles are made: shares are rounded to such parts
 
 
+@static_value
 @dataclass(frozen=True, eq=False)
 class HeadProfile:
     """Shares of the heads of a model, for all budgets: `calibrate_heads` makes it.
@@ -103,6 +105,7 @@ class ByHead(LayerChoice):
     profile: HeadProfile | str | None = None
     safeguard: float = SAFEGUARD
 
+    card = Card(acts="prompt", when="facts")
     stage = property(lambda self: self.base.stage)
 
     def __post_init__(self):
@@ -176,7 +179,7 @@ def _by_layer(transform: ByHead) -> tuple[KVTransform, ...]:
     )
     for_all = map_methods(_WithShares(all_shares, tuple(range(len(each)))), transform.base)
     whole = chain(*(part for part in parts_of(for_all) if part.stage == Stage.EVICT))
-    if any(part.couples_heads for part in walk(whole)):  # each rectangle decides for its heads
+    if any(part.card.couples_heads for part in walk(whole)):  # each rectangle decides for its heads
         whole = None
     transforms: dict[int, KVTransform] = {}
     for layout in layouts(each, _TOKENS):

@@ -155,7 +155,7 @@ def heads_method(method: KVTransform) -> str:
     unscored = {
         field.name: field.default
         for field in dataclasses.fields(method)
-        if field.name in method.unscored
+        if field.name in method.card.unscored
     }
     return unparse(dataclasses.replace(method, **unscored), budget=False)
 

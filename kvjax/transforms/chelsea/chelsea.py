@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,8 @@ from kvjax.cache.selection import evictable, keep_best, newest
 from kvjax.cache.slots import KVCache, sorted_slots
 from kvjax.checks import check_count, check_layers, check_part
 from kvjax.decisions import Merge
-from kvjax.protocol import Extent, KVTransform, Needs, Step
+from kvjax.protocol import Card, Extent, KVTransform, Needs, Step
+from kvjax.serialization import pytree_node
 from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
 from pallas_kernels import segment_merge, soft_matching
 from pallas_kernels.base.varying import varying
@@ -26,6 +27,7 @@ from pallas_kernels.base.varying import varying
 _MOST_STEPS = 1000  # limits the table of `most_merges`, which has a row for each step
 
 
+@pytree_node
 class Passes(NamedTuple):
     """State of a layer: the budget of each row, and the number of passes of each head so far."""
 
@@ -117,7 +119,10 @@ class Chelsea(KVTransform):
     outlier_heads: OutlierHeads | None = None
     keep_layers: tuple[int, ...] = ()
 
-    paper: ClassVar[str] = "Chelsea, arXiv 2506.11418"
+    card = Card(
+        acts="prompt, whenever the cache is full", paper="Chelsea, arXiv 2506.11418", when="gist",
+        small={"chunk": 8, "sinks": 2, "recent": 4, "interval": 3},
+    )  # fmt: skip
     needs = property(lambda self: Needs(writes_values=True))
     minimum = property(lambda self: self.sinks + self.recent + 1)  # the smallest workable budget
 

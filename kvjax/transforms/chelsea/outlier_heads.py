@@ -10,8 +10,10 @@ from jaxtyping import Int
 from kvjax.checks import check_count
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.protocol import Full, KVTransform
+from kvjax.serialization import static_value
 
 
+@static_value
 @dataclass(frozen=True)
 class OutlierHeads:
     """KV heads that keep their whole cache; `calibrate_outlier_heads` finds them.
@@ -102,6 +104,7 @@ class OutlierHeads:
         return HeadGroups(((outliers, Full()), (regular, transform)))
 
 
+@static_value
 @dataclass(frozen=True)
 class RemainingBudget:
     """Slots that an average budget leaves for each head where some heads keep everything.

@@ -17,7 +17,7 @@ from kvjax.cache.slots import KVCache
 from kvjax.checks import check_number
 from kvjax.decisions import Mark
 from kvjax.devices import all_heads
-from kvjax.protocol import KVTransform, Needs, Step, View
+from kvjax.protocol import Card, KVTransform, Needs, Step, View
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
 from kvjax.transforms.recall import Recall, of_lists
 from pallas_kernels.base.dispatch import GPU_KERNELS, choose_implementation
@@ -93,7 +93,10 @@ class InfiniGen(Recall):
     dense_layers: tuple[int, ...] = (0, 1)
 
     minimum: ClassVar[int] = 1
-    paper: ClassVar[str] = "InfiniGen, arXiv 2406.19707"
+    card = Card(
+        acts="prompt, every step", paper="InfiniGen, arXiv 2406.19707", when="later",
+        small={"alpha": None},
+    )  # fmt: skip
     needs = property(lambda self: Needs(predicted_query=True))
 
     def __post_init__(self):

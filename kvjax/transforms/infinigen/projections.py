@@ -13,10 +13,12 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.files import write_whole
+from kvjax.serialization import static_value
 
 NAME = "infinigen_projections"  # name of the array in a file
 
 
+@static_value
 @dataclass(frozen=True, eq=False, repr=False)
 class InfiniGenCalibration:
     """Projections of queries and keys to a few channels; `calibrate_infinigen` computes them.

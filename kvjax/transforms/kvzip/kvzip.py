@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ from kvjax.cache.selection import evictable, keep_best, newest
 from kvjax.cache.slots import KVCache
 from kvjax.checks import check_count, check_flag
 from kvjax.decisions import Keep, Retain
-from kvjax.protocol import Extent, Needs, Step
+from kvjax.protocol import Card, Extent, Needs, Step
+from kvjax.serialization import pytree_node
 from kvjax.transforms.held_budget import PromptBudget
 from kvjax.transforms.kvzip.fit import fit
 from kvjax.transforms.pooling import check_kernel, pool
@@ -36,6 +37,7 @@ STEPS = 16  # of importance, for each factor of two between scores
 MOST_FITTED = 4
 
 
+@pytree_node
 class KVzipState(NamedTuple):
     """What `KVzip` knows beside the slots.
 
@@ -129,8 +131,10 @@ class KVzip(PromptBudget):
     room: int = 256
     fit: bool = False
 
-    paper: ClassVar[str] = "KVzip, arXiv 2505.23416"
-    unscored: ClassVar[tuple[str, ...]] = ("room", "fit")
+    card = Card(
+        acts="prompt", paper="KVzip, arXiv 2505.23416", when="facts",
+        small={"sinks": 2, "window": 2, "room": 4}, unscored=("room", "fit"),
+    )  # fmt: skip
     minimum = property(lambda self: self.sinks + self.window + 1)  # the smallest workable budget
 
     def __post_init__(self):
