@@ -47,6 +47,7 @@ from jaxtyping import Array, Float, Int
 
 import kvjax
 from kvjax.models import demo, from_pretrained, load_tokenizer
+from kvjax.registry import METHODS as REGISTERED
 
 BUDGET = 0.25  # a share of each row's prompt
 EVERY = 16  # decode steps between checkpoints
@@ -60,16 +61,9 @@ QUEST = "quest(dense_layers=(0,))"
 INFINIGEN = "infinigen(dense_layers=(0,))"
 FOUR_BITS = "quantize(bits=4, residual=32)"
 METHODS: dict[str, str | kvjax.KVTransform] = {
-    "full": "full",
-    "streaming_llm": "streaming_llm",
+    **{name: name for name in REGISTERED},
     "streaming_llm_reposition": "streaming_llm(reposition=True)",
-    "h2o": "h2o",
-    "snapkv": "snapkv",
-    "kvzip": "kvzip",
-    "pyramidkv": "pyramidkv",
-    "pyramidinfer": "pyramidinfer",
     "pyramidinfer_ratios": "pyramidinfer(budget=None)",
-    "kvmerger": "kvmerger",
     "kvmerger_epsilon": "kvmerger(budget=None, epsilon=0.75)",
     "chelsea": CHELSEA,
     "chelsea_outlier_heads": kvjax.Chelsea(
@@ -79,8 +73,6 @@ METHODS: dict[str, str | kvjax.KVTransform] = {
     "clusterkv": CLUSTERKV,
     "quest": QUEST,
     "infinigen": INFINIGEN,
-    "layer_budget": "layer_budget",
-    "spindlekv": "spindlekv",
     "every_snapkv": "every(snapkv, steps=32)",
     "every_kvmerger": "every(kvmerger, steps=32)",
     "when_full_snapkv": "when_full(snapkv(budget=96), room=32)",

@@ -10,7 +10,9 @@ methods on SmolLM2 at 2,048 tokens stand between `<!-- PANEL: METHOD BUDGET; ...
 per token). Any other figure stands between `<!-- figure: NAME TEXT -->` and `<!-- / -->`. TEXT has
 expressions of Python in braces, with a format behind a colon, over what `NAME.json` has by name.
 `row(method="h2o")` is the one row of its lists with these values; of a folder of `kvjax eval`, it
-is a method on one task. `--check` changes nothing and fails where a page is not what the files say.
+is a method on one task. The table of methods, the papers of CITATION.cff and the methods in
+`kvjax/__init__.pyi` are made from the classes in `kvjax/registry.py`. `--check` changes nothing and
+fails where a page is not what the files say.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import method_lists
 from device_page import device_tables
 from tables import markdown
 
@@ -38,6 +41,7 @@ PAGES = (
     *(HOME / name for name in ("README.md", "RESULTS.md", "models/demo/README.md")),
     *(HOME / "docs").rglob("*.md"),
 )
+LISTS = (HOME / "CITATION.cff", HOME / "kvjax" / "__init__.pyi")
 CHOSEN = (
     "full", "streaming_llm", "h2o", "snapkv", "chelsea", "kvmerger", "kvcrush(snapkv)", "spindlekv",
     "clusterkv", "quest", "infinigen", "quantize", "chain(quantize, clusterkv)",
@@ -81,6 +85,7 @@ FIRST = {
 TABLE = re.compile(r"(?s)(<!-- table: (\w+)(?: where ([^\n]+))? -->)\n.*?<!-- end -->")
 FIGURES = re.compile(r"<!-- (inside|after|nats): (.*?) -->.*?<!-- / -->")
 FIGURE = re.compile(r"<!-- figure: (\w+) (.*?) -->(.*?)<!-- / -->")
+LIST = re.compile(r"(?s)^(.*)(# the (imports|papers) of methods, by [^\n]*)\n.*$")
 EXPRESSION = re.compile(r"\{(.*?)(?::([^{}:]*))?\}")
 NEEDLE, LOSS, ATTENTION = "niah_single_2", "perplexity", "attention"
 
@@ -471,6 +476,8 @@ def tables(folders: dict[str, Results]) -> tuple[list[Results], dict[str, str]]:
         "first": first([folders["needles_small_smollm2"], folders["needles"]]),
         **{made.__name__: made(read("vs_kvpress_kvzip_smollm2")["rows"]) for made in KVZIP},
         **device_tables(),
+        "methods": method_lists.methods("docs/methods/"),
+        "methods_index": method_lists.methods(""),
     }
 
 
@@ -495,9 +502,16 @@ def main() -> None:
         text = figure(match[1], match[2], folders)
         return f"<!-- figure: {match[1]} {match[2]} -->{text}<!-- / -->"
 
-    for path in PAGES:
+    def listed(match: re.Match[str]) -> str:
+        lines = method_lists.imports() if match[3] == "imports" else method_lists.papers(match[1])
+        return f"{match[1]}{match[2]}\n{lines}\n"
+
+    for path in (*PAGES, *LISTS):
         before = path.read_text(encoding="utf-8")
-        after = FIGURE.sub(computed, FIGURES.sub(figured, TABLE.sub(replaced, before)))
+        if path in LISTS:
+            after = LIST.sub(listed, before)
+        else:
+            after = FIGURE.sub(computed, FIGURES.sub(figured, TABLE.sub(replaced, before)))
         if args.check and before != after:
             sys.exit(f"{path.relative_to(HOME)} is not what the results say: run this script")
         path.write_text(after, encoding="utf-8")

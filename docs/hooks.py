@@ -1,4 +1,4 @@
-"""Hooks for MkDocs, beside `mkdocs.yml`: files outside of `docs/`, and commands.
+"""Hooks for MkDocs, beside `mkdocs.yml`: files outside of `docs/`, commands, and methods.
 
 Pages link to files of the repository as they are read there (`../RESULTS.md`). Every file that is
 linked becomes part of the site, at its place in the repository, and links follow it there.
@@ -33,7 +33,15 @@ _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 
 @event_priority(100)  # before mkdocstrings looks at its configuration
 def on_config(config: MkDocsConfig) -> None:
-    """Gives mkdocstrings the packages as they are installed: `models/` as `kvjax.models`."""
+    """Gives mkdocstrings the packages as they are installed: `models/` as `kvjax.models`.
+
+    Adds the pages of methods to the navigation, in the order of `kvjax/registry.py`.
+    """
+    from kvjax.registry import METHODS, STORAGE, WRAPPERS
+
+    (methods,) = (entry["Methods"] for entry in config.nav if "Methods" in entry)
+    pages = (f"methods/{name}.md" for name in METHODS | WRAPPERS | STORAGE)
+    methods += [page for page in pages if (DOCS / page).is_file()]
     folder = tempfile.TemporaryDirectory(prefix="kvjax-pages-")
     config.extra["installed"] = folder  # is removed with the configuration
     for source, place in (("kvjax",) * 2, ("models", "kvjax/models"), ("pallas_kernels",) * 2):

@@ -3,7 +3,6 @@
 Small pure transforms over an immutable cache, each one a paper, composable, inside one `jit`.
 """
 
-import importlib
 import os
 
 import lazy_loader
@@ -14,14 +13,7 @@ __version__ = VERSION
 
 # Names are imported when they are first used, from the modules that `__init__.pyi` lists. So the
 # command line can show its help before JAX is imported, which takes most of a second.
-_imported, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
-
-
-def __getattr__(name: str):
-    value = globals()[name] = _imported(name)
-    importlib.import_module("kvjax.serialization")  # tells jax.export the names of caches
-    return value
-
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 # `models/` is installed as `kvjax.models`. In a clone it stands beside this package, and Python
 # that is started there imports this file even where kvjax is installed.

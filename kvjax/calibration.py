@@ -14,6 +14,7 @@ import numpy as np
 
 from kvjax.messages import brief
 from kvjax.protocol import Full, KVTransform, State, Step
+from kvjax.serialization import static_value
 
 if TYPE_CHECKING:
     from kvjax.cache.slots import KVCache
@@ -38,6 +39,7 @@ class Calibration:
     def __init_subclass__(cls, **kwargs):
         """Keeps the decorator of a subclass from comparing arrays field by field."""
         super().__init_subclass__(**kwargs)
+        static_value(cls)
         cls.__eq__, cls.__hash__, cls.__repr__ = cls.__eq__, cls.__hash__, cls.__repr__
 
     def __post_init__(self):

@@ -18,6 +18,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
+from kvjax.serialization import static_value
+
 DATA, TENSOR = "data", "tensor"  # the axes of a mesh
 
 
@@ -73,6 +75,7 @@ def head_numbers(own: int, heads: int | None) -> Int[Array, " H"]:
     return numbers if heads in (None, own) else numbers + jax.lax.axis_index(TENSOR) * own
 
 
+@static_value
 class Placement(NamedTuple):
     """The placement of a layer's cache on the devices of a mesh.
 

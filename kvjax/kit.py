@@ -15,6 +15,7 @@ from kvjax.decisions import Decision, Keep, Mark, Merge, Order, Retain, group_sc
 from kvjax.devices import all_heads
 from kvjax.protocol import (
     Asking,
+    Card,
     Chunk,
     Extent,
     Inputs,
@@ -29,6 +30,7 @@ from kvjax.protocol import (
     Wrapper,
     accumulated_attention,
 )
+from kvjax.serialization import pytree_node, static_value
 from kvjax.transforms.document_budget import DocumentBudget, Documents, Received
 from kvjax.transforms.held_budget import HeldBudget, PromptBudget, decoding_budget, decoding_extent
 from kvjax.transforms.snapkv import by_query_head, window_attention
@@ -37,6 +39,7 @@ __all__ = [
     "Asking",
     "Budget",
     "Calibration",
+    "Card",
     "Chunk",
     "Column",
     "Decision",
@@ -84,7 +87,9 @@ __all__ = [
     "merge",
     "most_slots",
     "newest",
+    "pytree_node",
     "rows_budget",
+    "static_value",
     "sum_into",
     "take_slots",
     "window_attention",

@@ -21,7 +21,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -35,6 +35,7 @@ from kvjax.cache.payload import of_rows, sum_into, take_slots
 from kvjax.cache.record import Record
 from kvjax.cache.rope import Rope
 from kvjax.cache.slots import KVCache, NotAskedFor
+from kvjax.serialization import pytree_node
 from pallas_kernels import Mask
 
 if TYPE_CHECKING:
@@ -46,8 +47,39 @@ State = Any
 Phase = Literal["prompt", "probe", "decode"]
 Moment = Literal["prompt", "flush", "step"]
 GroupReduce = Literal["mean", "max", "sum"]
+Situation = Literal["lossless", "later", "facts", "now", "endless", "gist", "baseline", "composed"]
 
 PASSED = "passed"  # the column in which a transform marks prompt tokens that go to the next layer
+
+
+@dataclass(frozen=True)
+class Card:
+    """Facts about a method that compute nothing: the class attribute `card` of a transform.
+
+    The table of methods in README.md and `docs/methods/index.md`, `kvjax methods` and the tests of
+    all methods are made from it. What the method keeps is the first line of its docstring.
+
+    Args:
+      acts: when it acts, such as "prompt, every step".
+      paper: its name there and the arXiv number, or the conference.
+      when: the situation in which to take it, a key of `kvjax.cli.situations.HEADINGS`.
+      small: arguments with which it has something to do in a prompt of 24 tokens, for tests, which
+        set `budget` to 12 and `dense_layers` to none themselves.
+      unscored: parameters that change no score, so that a profile of heads (`ByHead`) serves all.
+      couples_heads: whether what it decides for a head depends on other heads of the layer.
+
+    Example:
+      >>> import kvjax
+      >>> kvjax.SnapKV.card.paper
+      'SnapKV, arXiv 2404.14469'
+    """
+
+    acts: str = ""
+    paper: str = ""
+    when: Situation | None = None
+    small: Mapping[str, Any] = field(default_factory=dict)
+    unscored: tuple[str, ...] = ()
+    couples_heads: bool = False
 
 
 class Stage(IntEnum):
@@ -277,6 +309,8 @@ class Needs(NamedTuple):
       writes_values: its decisions give slots other values, by merging or adding. Where that is in
         decode steps, or at many flushes, and values are not stored as float32, the cache has a
         column for what rounding leaves out of them (`kvjax.cache.remainders`).
+      reordered_slots: a prompt's end moves slots of earlier prompts without freeing any, so that
+        no stored form may encode slots in groups.
     """
 
     accumulated_attention: bool = False
@@ -289,6 +323,7 @@ class Needs(NamedTuple):
     predicted_query: bool = False
     unfold: bool = False
     writes_values: bool = False
+    reordered_slots: bool = False
     probe: Probe | None = None
 
     def union(self, other: Needs) -> Needs:
@@ -343,7 +378,7 @@ def _asked_for(requested: dict[str, Any], name: str) -> Any:
     return requested[name]
 
 
-@jax.tree_util.register_dataclass
+@pytree_node
 @dataclass(frozen=True)
 class AttentionOptions:
     """Options by which a layer's attention makes its logits and weights.
@@ -523,15 +558,11 @@ class KVTransform:
 
     Class attributes:
       stage: where it stands in a chain.
-      paper: name and arXiv number, for listings.
-      unscored: parameters that change no score, so that one calibration serves all their values.
-      couples_heads: whether a head's decision depends on other heads of the layer.
+      card: what lists, pages and tests say of it.
     """
 
     stage: ClassVar[Stage] = Stage.EVICT
-    paper: ClassVar[str] = ""
-    unscored: ClassVar[tuple[str, ...]] = ()
-    couples_heads: ClassVar[bool] = False
+    card: ClassVar[Card] = Card()
 
     def __init_subclass__(cls, **kwargs):
         """Refuses fields that would replace a member of a base class without a word.
@@ -549,11 +580,6 @@ class KVTransform:
                     f"{cls.__name__} has a field {name!r}, which is a member of "
                     f"{cls.__bases__[0].__name__}: name it otherwise"
                 )
-
-    @property
-    def reorders_slots(self) -> bool:
-        """Tells whether a prompt's end moves slots of earlier prompts without freeing any."""
-        return False
 
     @property
     def longest_turn(self) -> int | None:
@@ -575,10 +601,6 @@ class KVTransform:
         Raises:
           ValueError: it cannot work there.
         """
-        return self
-
-    def by_slot(self) -> KVTransform:
-        """Returns the stored form in which each slot is encoded by itself, as rings need it."""
         return self
 
     def extent(self, extent: Extent) -> Extent:
@@ -625,6 +647,7 @@ class KVTransform:
         return None, state
 
 
+@pytree_node
 class Wrapped(NamedTuple):
     """State of a wrapper that has no state itself: the state of its base.
 
@@ -773,4 +796,4 @@ class Full(KVTransform):
       (Full(), Full())
     """
 
-    paper: ClassVar[str] = "no compression"
+    card = Card(acts="never", when="baseline")

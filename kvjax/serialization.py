@@ -1,10 +1,10 @@
-"""Names the nodes of caches for programs that `jax.export` serializes, and writes static parts.
+"""Names classes in programs that `jax.export` serializes, and writes their static parts.
 
-A serialized program holds the structure of its inputs and outputs. Each node class has a name in
-it, `kvjax.` and the name of the class. Static fields are JSON: numbers and texts as they are,
-methods by their names (`kvjax.register`), other values by the names of their classes here. Reading
-them executes nothing from the program. JAX learns the names when this module is imported, which
-`kvjax` does when any of its names is first used.
+A serialized program holds the structure of its inputs and outputs. Each class of nodes has a name
+in it, `kvjax.` and the name of the class (`pytree_node`). Static fields are JSON: numbers and texts
+as they are, methods by their names (`kvjax.register`), other values by the names of their classes
+(`static_value`). Reading them executes nothing from the program. JAX learns a name when the module
+of the class is imported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import base64
 import dataclasses
 import json
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.export
@@ -21,64 +21,73 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from kvjax.attention.layer import LayerCache, QueryWindow, Reading
-from kvjax.budgets.budgets import Share
-from kvjax.budgets.heads import HeadShares
-from kvjax.budgets.layers import LayerBudget
-from kvjax.cache.payload import Dense
-from kvjax.cache.record import Record
-from kvjax.cache.rope import Rope
-from kvjax.cache.slots import Column, KVCache
-from kvjax.calibration import Learner
-from kvjax.compose.chain import Chain
-from kvjax.compose.ring import Ring
-from kvjax.compose.wrappers import HeadGroups, Repeated
-from kvjax.devices import Placement
 from kvjax.messages import brief
-from kvjax.protocol import AttentionOptions, Wrapped
-from kvjax.registry import METHODS, STORAGE, WRAPPERS
-from kvjax.storage.codebook.payload import Book, CodebookPayload
-from kvjax.storage.offload.payload import Offloaded
-from kvjax.storage.offload.transform import Resident
-from kvjax.storage.quantize.channels import Channels
-from kvjax.storage.quantize.payload import Form, Quantized
-from kvjax.storage.recent import Recent
-from kvjax.transforms.cam import CaMState
-from kvjax.transforms.chelsea.chelsea import Passes
-from kvjax.transforms.chelsea.outlier_heads import RemainingBudget
-from kvjax.transforms.clusterkv.clusters import Clusters
-from kvjax.transforms.document_budget import Documents
-from kvjax.transforms.kvcrush.kvcrush import KVCrushState
-from kvjax.transforms.pyramidinfer.pyramidinfer import (
-    Generated,
-    PyramidInferLayer,
-    PyramidInferPrompt,
-)
-from kvjax.transforms.pyramidinfer.schedule import CosineBudget, TokensEntering
-from kvjax.transforms.pyramidkv import PyramidBudget
-from kvjax.transforms.quest import Pages
-from kvjax.transforms.spindlekv.layer_budget_eviction import LayerEviction
-from kvjax.transforms.spindlekv.schedule import SpindleBudget
-from pallas_kernels.formats.bits import Encoded
 
 # Names in programs. They must stay, so that later versions can read programs of earlier ones.
-NODES = {
-    f"kvjax.{node.__name__}": node
-    for node in (
-        AttentionOptions, CaMState, Channels, Clusters, CodebookPayload, Column, Dense, Documents,
-        Encoded, Generated, KVCache, KVCrushState, LayerCache, Offloaded, Pages, Passes, Quantized,
-        QueryWindow, Reading, Recent, Record, Repeated, Resident, Rope, Wrapped,
-    )
-}  # fmt: skip
-# Classes of static values, by the names of the classes. Methods have the names of the registry.
-VALUES = {
-    value.__name__: value
-    for value in (
-        Book, Chain, CosineBudget, Form, HeadGroups, HeadShares, LayerBudget, LayerEviction,
-        Placement, PyramidBudget, PyramidInferLayer, PyramidInferPrompt, RemainingBudget, Ring,
-        Share, SpindleBudget, TokensEntering,
-    )
-}  # fmt: skip
+NODES: dict[str, type] = {}
+VALUES: dict[str, type] = {}
+
+Class = TypeVar("Class", bound=type)
+
+
+def pytree_node(node: Class) -> Class:
+    """Makes a class a node of pytrees that exported programs can hold; a decorator.
+
+    It is for states and payloads: a NamedTuple, or a dataclass, which it registers with JAX; fields
+    with `metadata={"static": True}` are static. An exported program calls the class `kvjax.` and
+    its name.
+
+    Raises:
+      ValueError: a class of another module is a node of this name.
+
+    Example:
+      >>> import dataclasses, jax, kvjax
+      >>> @kvjax.kit.pytree_node
+      ... @dataclasses.dataclass(frozen=True)
+      ... class Sums:
+      ...     total: jax.Array
+      >>> jax.tree.map(lambda x: x + 1, Sums(1))
+      Sums(total=2)
+    """
+    name, is_dataclass = f"kvjax.{node.__name__}", dataclasses.is_dataclass(node)
+    if is_dataclass:
+        jax.tree_util.register_dataclass(node)
+    if not _add(NODES, name, node):
+        return node
+    if is_dataclass:
+        _register_dataclass(name, node)
+    else:
+        jax.export.register_namedtuple_serialization(node, serialized_name=name)
+    return node
+
+
+def static_value(value: Class) -> Class:
+    """Lets exported programs hold values of a class as static parts; a decorator.
+
+    It is for values in fields of a method or a state: a NamedTuple, or a frozen dataclass. A method
+    that has a name (`kvjax.register`) needs no decorator.
+
+    Raises:
+      ValueError: a class of another module has this name.
+    """
+    _add(VALUES, value.__name__, value)
+    return value
+
+
+def _add(names: dict[str, type], name: str, new: type) -> bool:
+    """Gives a class its name, and tells whether it is the first of this name.
+
+    A notebook defines a class anew whenever its cell runs. JAX keeps the first one of these, so
+    that objects of the later ones are not exported.
+
+    Raises:
+      ValueError: a class of another module has the name.
+    """
+    former = names.get(name)
+    if former is not None and former.__module__ != new.__module__:
+        raise ValueError(f"the name of the class must be new, {name} already means {former!r}")
+    names[name] = new
+    return former is None
 
 
 def to_json(value: Any) -> Any:
@@ -138,7 +147,7 @@ def from_json(content: Any) -> Any:
     if form == "mesh":
         shape, devices = value
         return _mesh(shape, devices)
-    known = METHODS | WRAPPERS | STORAGE if form == "method" else _values()
+    known = _methods() if form == "method" else VALUES
     if value not in known:
         hint = " (kvjax.register gives a method its name)" if form == "method" else ""
         raise ValueError(f"a program names the {form} {brief(value)}, which is unknown here{hint}")
@@ -156,7 +165,7 @@ def _name(value: Any) -> dict[str, str]:
     """Returns how JSON names the class of a value."""
     if _values().get(type(value).__name__) is type(value):
         return {"value": type(value).__name__}
-    for name, method in (METHODS | WRAPPERS | STORAGE).items():
+    for name, method in _methods().items():
         if method is type(value):
             return {"method": name}
     if dataclasses.is_dataclass(value):
@@ -165,6 +174,13 @@ def _name(value: Any) -> dict[str, str]:
             f"{value!r:.200}"
         )
     raise TypeError(f"an exported program cannot hold {value!r:.200}")
+
+
+def _methods() -> dict[str, type]:
+    """Returns the methods by their names."""
+    from kvjax.registry import METHODS, STORAGE, WRAPPERS  # their modules import this one
+
+    return METHODS | WRAPPERS | STORAGE
 
 
 def _fields(value: Any) -> Iterable[tuple[str, Any]]:
@@ -193,11 +209,8 @@ def _mesh(shape: dict[str, int], devices: list[int] | None) -> Mesh | AbstractMe
     return Mesh(grid, tuple(shape), axis_types=axis_types)
 
 
-def _register(name: str, node: type) -> None:
-    """Tells JAX how to write and read the nodes of a class."""
-    if not dataclasses.is_dataclass(node):
-        jax.export.register_namedtuple_serialization(node, serialized_name=name)
-        return
+def _register_dataclass(name: str, node: type) -> None:
+    """Tells JAX how to write and read the nodes of a dataclass."""
     fields = dataclasses.fields(node)
     static = [field.name for field in fields if field.metadata.get("static")]
     arrays = [field.name for field in fields if field.name not in static]
@@ -214,7 +227,3 @@ def _register(name: str, node: type) -> None:
         node, serialized_name=name, serialize_auxdata=serialize,
         deserialize_auxdata=json.loads, from_children=build,
     )  # fmt: skip
-
-
-for _node_name, _node in NODES.items():
-    _register(_node_name, _node)

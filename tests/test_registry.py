@@ -7,11 +7,14 @@ import json
 import sys
 from unittest import mock
 
+import jax
+import jax.export
 import pytest
 
 import kvjax
 from kvjax import registry
 from kvjax.cli.main import main
+from tests.support.attending import SIZE
 from tests.support.cases import CASES
 from tests.support.defaults import change_default
 
@@ -143,6 +146,55 @@ def test_methods_lists_an_imported_one(capsys, mine):
     assert listed["summary"] == "Keeps what is mine."
     assert {"name": "sinks", "about": "", "default": 1} in listed["parameters"]
     assert sys.modules["json"] is json
+
+
+COUNTS = '''
+from dataclasses import dataclass
+import jax, jax.numpy as jnp, kvjax
+from kvjax.kit import Budget, Card, Keep, PromptBudget, check_budget, pytree_node
+
+@pytree_node
+@dataclass(frozen=True)
+class Prompts:
+    """How many prompts each row has had, and the budgets."""
+    count: jax.Array
+    table: tuple
+
+@dataclass(frozen=True)
+class Counts(PromptBudget):
+    """Keeps the newest tokens, and counts prompts."""
+    budget: Budget
+    minimum = 1
+    card = Card(acts="prompt", when="gist", paper="Counts, arXiv 0000.00000")
+
+    def __post_init__(self):
+        check_budget(self.budget, self.minimum, "one token")
+
+    def init(self, cache, layer):
+        cache, table = super().init(cache, layer)
+        return cache, Prompts(jnp.zeros_like(cache.length), table)
+
+    def on_prompt(self, cache, state, step):
+        count = step.of_rows(state.count + 1, state.count)
+        decision = Keep(self.rows_budget(cache, state.table), None)
+        return decision, Prompts(count, state.table)
+
+kvjax.register("counts", Counts)
+'''
+
+
+def test_a_method_in_one_file_is_listed_and_exported(capsys, tmp_path):
+    (tmp_path / "counts.py").write_text(COUNTS)
+    assert main(["methods", "counts", "--import", str(tmp_path / "counts.py"), "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert listed["when"].startswith("The gist") and listed["page"] is None
+    assert listed["paper"] == "Counts, arXiv 0000.00000"
+    transform = kvjax.parse("chain(counts, quantize)", budget=12)
+    kvjax.testing.check(transform)
+    cache = jax.eval_shape(lambda: kvjax.init_cache(transform, **SIZE))
+    exported = jax.export.export(jax.jit(lambda cache: cache))(cache)
+    read = jax.export.deserialize(exported.serialize())
+    assert read.in_tree == jax.tree.structure(((cache,), {}))
 
 
 def test_a_module_is_imported_by_its_name(capsys, mine, monkeypatch, tmp_path):

@@ -17,21 +17,18 @@ from matplotlib.figure import Figure
 
 import kvjax
 from kvjax.plot import LOOK
+from kvjax.registry import METHODS, parse
 
 from .fields import clusters, fetched, kept, received, selected, windows
 from .material import BUDGET, Material
 from .numbers import books, errors, idea, masses, moved, shares_of_heads, spindle
 
 PICTURES: dict[str, Callable[[Material], Figure]] = {
+    **{  # of methods that have no other picture below
+        name: functools.partial(kept, transform=parse(name, BUDGET)) for name in METHODS
+    },
     "idea": idea,
     "full": received,
-    "streaming_llm": functools.partial(kept, transform=kvjax.StreamingLLM(BUDGET)),
-    "h2o": functools.partial(kept, transform=kvjax.H2O(BUDGET)),
-    "snapkv": functools.partial(kept, transform=kvjax.SnapKV(BUDGET)),
-    "kvzip": functools.partial(kept, transform=kvjax.KVzip(BUDGET)),
-    "pyramidkv": functools.partial(kept, transform=kvjax.PyramidKV(BUDGET)),
-    "pyramidinfer": functools.partial(kept, transform=kvjax.PyramidInfer(BUDGET)),
-    "layer_budget": functools.partial(kept, transform=kvjax.LayerBudgetEviction(reserve=BUDGET)),
     "kvcrush": functools.partial(
         kept, transform=kvjax.KVCrush(kvjax.SnapKV(BUDGET)), other="representatives"
     ),

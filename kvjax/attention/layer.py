@@ -18,10 +18,12 @@ from kvjax.cache.slots import KVCache, check_not_stacked
 from kvjax.compose.chain import parts_of
 from kvjax.devices import Placement
 from kvjax.protocol import AttentionOptions, KVTransform, Phase, Stage, State, takes_part
+from kvjax.serialization import pytree_node
 
 T = TypeVar("T")
 
 
+@pytree_node
 class QueryWindow(NamedTuple):
     """The last W queries of each row, oldest first.
 
@@ -52,7 +54,7 @@ class QueryWindow(NamedTuple):
         return QueryWindow(query, jnp.take_along_axis(position, last, axis=1))
 
 
-@jax.tree_util.register_dataclass
+@pytree_node
 @dataclass(frozen=True)
 class LayerCache:
     """Everything that one attention layer carries from call to call.
@@ -88,7 +90,7 @@ class LayerCache:
     placement: Placement | None = field(default=None, metadata={"static": True})
 
 
-@jax.tree_util.register_dataclass
+@pytree_node
 @dataclass(frozen=True)
 class Reading:
     """A prompt that is being read into a layer's cache: what `attend(..., last=False)` returns.

@@ -18,6 +18,7 @@ from jaxtyping import Array, Int
 from kvjax.budgets.heads import HeadShares
 from kvjax.checks import check_count, check_number
 from kvjax.messages import brief
+from kvjax.serialization import static_value
 
 Budget = int | float | Callable[[np.ndarray], np.ndarray]
 """Slots per list: a number, a share of a row's tokens, or a function of rows' lengths."""
@@ -98,6 +99,7 @@ def rows_budget(
     return table[jnp.minimum(length, table.size - 1)].astype(jnp.int32)
 
 
+@static_value
 @dataclass(frozen=True)
 class Share:
     """Share of a budget B, `round(share · B)`, or the remainder of B; it is a budget itself.

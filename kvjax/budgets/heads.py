@@ -8,9 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.serialization import static_value
+
 ROUNDING = 1e-9  # added before a floor: a product that rounding has left just below an integer
 
 
+@static_value
 @dataclass(frozen=True)
 class HeadShares:
     """The share of its tokens that each head of a group keeps, for several layers.

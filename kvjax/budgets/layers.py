@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.budgets.budgets import Budget
 from kvjax.budgets.heads import HeadShares
+from kvjax.serialization import static_value
 
 KINDS = 4  # largest number of different capacities of layers, each of which is compiled once
 ROUNDING = 1e-9  # added before a floor: a product that rounding has left just below an integer
@@ -26,6 +27,7 @@ Slots = Int[np.ndarray, "N L"]
 Table = Int[Array, " L"] | Float[Array, " H"] | tuple[()]
 
 
+@static_value
 @dataclass(frozen=True)
 class LayerBudget:
     """Budgets of neighbouring layers, whose caches have room for the largest of them.

@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.nbytes import nbytes
 from kvjax.cache.rope import Rope
+from kvjax.serialization import pytree_node
 from pallas_kernels import Mask, Queries, Seen, decode_attention, gather_attention, segment_sum
 from pallas_kernels.attention.call import beside_sinks
 from pallas_kernels.base.rows import take_slots
@@ -176,7 +177,7 @@ class Payload(Protocol):
         """
 
 
-@jax.tree_util.register_dataclass
+@pytree_node
 @dataclass(frozen=True)
 class Dense:
     """Keys or values as they are, `data [B, H, S, D]`; free slots may hold any numbers.

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
+from kvjax.serialization import pytree_node
 
-@jax.tree_util.register_dataclass
+
+@pytree_node
 @dataclass(frozen=True)
 class Record:
     """What a `Probe` notes of a document. It is gone when the prompt has been compressed.

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.checks import check_array
+from kvjax.serialization import pytree_node
 from pallas_kernels.attention.rotation import Turn, rotate_pairs
 
 
-@jax.tree_util.register_dataclass
+@pytree_node
 @dataclass(frozen=True)
 class Rope:
     """Rotary position embedding (arXiv 2104.09864), which turns a key into a rotated key.

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.payload import Dense, Payload, write_slots
+from kvjax.serialization import pytree_node
 
 FREE = -1  # the position of a free slot, and of a padding token
 NEG_INF = float("-inf")
@@ -36,7 +37,7 @@ def _static(default=dataclasses.MISSING):
     return field(default=default, metadata={"static": True})
 
 
-@jax.tree_util.register_dataclass
+@pytree_node
 @dataclass(frozen=True)
 class Column:
     """Per-slot data of a transform, which moves with the slots: `values [B, H, S, ...]`.
@@ -52,7 +53,7 @@ class Column:
     merge: Literal["sum", "keep"] = _static("sum")
 
 
-@jax.tree_util.register_dataclass
+@pytree_node
 @dataclass(frozen=True)
 class KVCache:
     """Keys and values of one attention layer (or of one group of its KV heads).

@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kvjax.cli.situations import GROUPS, SITUATIONS, page, situation
+from kvjax.cli.situations import HEADINGS, SITUATIONS, methods_for, page
 from kvjax.compose.chain import chain
 from kvjax.messages import brief, did_you_mean
 from kvjax.protocol import KVTransform
@@ -64,7 +64,7 @@ def _description(method: type[KVTransform]) -> dict[str, Any]:
         | ({} if field.default is dataclasses.MISSING else {"default": field.default})
         for field in dataclasses.fields(method)
     ]
-    return {"parameters": parameters, "summary": _summary(method), "paper": method.paper}
+    return {"parameters": parameters, "summary": _summary(method), "paper": method.card.paper}
 
 
 def _one(name: str) -> dict[str, Any]:
@@ -74,8 +74,8 @@ def _one(name: str) -> dict[str, Any]:
       ValueError: there is none of this name.
     """
     known = METHODS | WRAPPERS | STORAGE
-    about = {"name": name, "when": situation(name), "page": page(name)}
     if name == "chain":
+        about = {"name": name, "when": HEADINGS["composed"], "page": page(name)}
         return {**about, "parameters": [], "summary": _summary(chain), "paper": ""}
     if name not in known:
         names = (*known, "chain")
@@ -83,6 +83,7 @@ def _one(name: str) -> dict[str, Any]:
             f"there is no method {brief(name)}{did_you_mean(name.partition('(')[0], names)} "
             "(see kvjax methods)"
         )
+    about = {"name": name, "when": HEADINGS[known[name].card.when], "page": page(name)}
     return {**about, **_description(known[name])}
 
 
@@ -115,9 +116,11 @@ def _show_all(console: Console) -> None:
         console.print(Text(text))
         console.print(Padding(Text(arguments, style="green"), (0, 0, 0, 2)))
     known = METHODS | WRAPPERS | STORAGE | {"chain": chain}
-    own = [name for name in known if situation(name) is None]
     width = max(map(len, known)) + 2
-    for heading, names in {**GROUPS, **({"Registered here.": own} if own else {})}.items():
+    for situation, heading in HEADINGS.items():
+        names = methods_for(situation)
+        if not names:
+            continue
         table = Table.grid(padding=(0, 2, 0, 0))
         table.add_column(width=width)
         table.add_column(overflow="fold")

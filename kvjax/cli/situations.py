@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from kvjax.protocol import Situation
+from kvjax.registry import METHODS, STORAGE, WRAPPERS
+
 SITUATIONS = {
     "The question is in the prompt, and everything else may go.":
         "--method snapkv --budget 0.5",
@@ -20,26 +23,26 @@ SITUATIONS = {
 }  # fmt: skip
 """Options of `kvjax generate` by situation. README.md's table has them with what they find."""
 
-GROUPS = {
-    "Memory is short, and no token may be lost.": ("quantize", "offload"),
-    "The question comes later, and every token has to stay.": ("clusterkv", "quest", "infinigen"),
-    "Single facts are asked later, and most tokens may go.": ("kvzip", "by_head"),
-    "The question ends the prompt, and everything else may go.": (
-        "snapkv", "pyramidkv", "pyramidinfer", "kvcrush", "layer_budget", "spindlekv", "codebook",
-    ),
-    "The model writes much, or the text has no end.": (
-        "streaming_llm", "h2o", "cam", "every", "when_full",
-    ),
-    "The gist is enough, and single facts are not asked for.": ("chelsea", "kvmerger"),
-    "Others are compared with it.": ("full",),
-    "Methods have to be composed.": ("chain", "everywhere"),
-}  # fmt: skip
-"""Names of methods and of compositions by the situation in which to take them."""
+
+HEADINGS: dict[Situation | None, str] = {
+    "lossless": "Memory is short, and no token may be lost.",
+    "later": "The question comes later, and every token has to stay.",
+    "facts": "Single facts are asked later, and most tokens may go.",
+    "now": "The question ends the prompt, and everything else may go.",
+    "endless": "The model writes much, or the text has no end.",
+    "gist": "The gist is enough, and single facts are not asked for.",
+    "baseline": "Others are compared with it.",
+    "composed": "Methods have to be composed.",
+    None: "Registered here.",
+}
+"""When to take a method, by what its card says."""
 
 
-def situation(name: str) -> str | None:
-    """Returns the situation in which to take a method; None for a method of one's own."""
-    return next((text for text, names in GROUPS.items() if name in names), None)
+def methods_for(situation: Situation | None) -> list[str]:
+    """Returns the names of methods and of compositions to take in a situation."""
+    composed = ["chain"] if situation == "composed" else []
+    known = METHODS | WRAPPERS | STORAGE
+    return composed + [name for name, method in known.items() if method.card.when == situation]
 
 
 def page(name: str) -> str | None:
@@ -52,4 +55,5 @@ def page(name: str) -> str | None:
     """
     if name in ("chain", "every", "when_full"):
         return "docs/guides/composing.md"
-    return None if situation(name) is None else f"docs/methods/{name}.md"
+    method = (METHODS | WRAPPERS | STORAGE)[name]
+    return f"docs/methods/{name}.md" if method.__module__.startswith("kvjax.") else None

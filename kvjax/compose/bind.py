@@ -98,5 +98,4 @@ def _ring(window: int, transform: KVTransform, layer: int, num_layers: int) -> K
     )
     # A method that brings a form of storage of its own (SpindleKV) becomes a chain: it is replaced.
     stored = (part.for_layer(layer, num_layers) for part in methods)
-    forms = (part for part in stored if not isinstance(part, Chain))
-    return chain(Ring(window), *(part.by_slot() for part in forms))
+    return chain(Ring(window), *(part for part in stored if not isinstance(part, Chain)))

@@ -22,7 +22,7 @@ from kvjax.compose.walks import MethodHeads, map_methods, walk
 from kvjax.compose.wrappers import HeadGroups, LayerChoice
 from kvjax.decisions import made_by
 from kvjax.messages import brief
-from kvjax.protocol import Extent, KVTransform, Needs, Stage, State, Step, check_transform
+from kvjax.protocol import Card, Extent, KVTransform, Needs, Stage, State, Step, check_transform
 
 _TOKENS = 10_000  # of which rectangles are made: shares are rounded to such parts
 
@@ -96,7 +96,7 @@ class ByHead(LayerChoice, Learner):
 
     learns = ("profile", HeadProfile)
     kept: ClassVar[bool] = True
-    unscored: ClassVar[tuple[str, ...]] = ("safeguard",)
+    card = Card(acts="prompt", when="facts", unscored=("safeguard",))
     stage = property(lambda self: self.base.stage)
 
     def __post_init__(self):
@@ -198,7 +198,7 @@ def _by_layer(transform: ByHead) -> tuple[KVTransform, ...]:
     )
     for_all = map_methods(_WithShares(all_shares, tuple(range(len(each)))), transform.base)
     whole = chain(*(part for part in parts_of(for_all) if part.stage == Stage.EVICT))
-    if any(part.couples_heads for part in walk(whole)):  # each rectangle decides for its heads
+    if any(part.card.couples_heads for part in walk(whole)):  # each rectangle decides for its heads
         whole = None
     transforms: dict[int, KVTransform] = {}
     for layout in layouts(each, _TOKENS):

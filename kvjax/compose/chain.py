@@ -26,8 +26,10 @@ from kvjax.protocol import (
     selected_by,
     takes_part,
 )
+from kvjax.serialization import static_value
 
 
+@static_value
 @dataclass(frozen=True)
 class Chain(KVTransform):
     """Transforms one after the other; made by `chain`, which flattens and says what can't work."""

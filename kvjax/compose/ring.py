@@ -10,8 +10,10 @@ from kvjax.cache.slots import KVCache
 from kvjax.checks import check_count
 from kvjax.decisions import Retain
 from kvjax.protocol import Extent, KVTransform, State, Step
+from kvjax.serialization import static_value
 
 
+@static_value
 @dataclass(frozen=True)
 class Ring(KVTransform):
     """Keeps the tokens of a sliding window and no others: exact in a layer that has that window.

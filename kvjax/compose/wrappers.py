@@ -17,6 +17,7 @@ from kvjax.decisions import Decision
 from kvjax.devices import all_heads
 from kvjax.messages import brief
 from kvjax.protocol import (
+    Card,
     Extent,
     Full,
     KVTransform,
@@ -27,6 +28,7 @@ from kvjax.protocol import (
     Wrapper,
     check_transform,
 )
+from kvjax.serialization import pytree_node, static_value
 
 
 class LayerChoice(KVTransform):
@@ -80,6 +82,7 @@ MethodHeads = tuple[int, ...] | tuple[tuple[int, ...], ...] | None
 """KV heads of a method: the same in all layers, or those of each layer; None: all of them."""
 
 
+@static_value
 @dataclass(frozen=True)
 class HeadGroups(KVTransform):
     """Different transforms for different KV heads, each group stored in its own rectangle.
@@ -230,6 +233,7 @@ class Everywhere(Wrapper):
       (StreamingLLM(budget=64, sinks=4, reposition=False),)
     """
 
+    card = Card(acts="as its base", when="composed")
     stage = property(lambda self: self.base.stage)
 
     def __post_init__(self):
@@ -246,6 +250,8 @@ class _Again(Wrapper):
 
     A subclass has one more field: how many new tokens may wait for that.
     """
+
+    card = Card(when="endless")
 
     def __post_init__(self):
         name = type(self).__name__
@@ -284,6 +290,7 @@ class _Again(Wrapper):
         return None if decision is None else decision.concerning(due), state
 
 
+@pytree_node
 class Repeated(NamedTuple):
     """State of `Every`: its base's, and how long each row was when it was last compressed."""
 

@@ -393,7 +393,7 @@ def _text(method: Learner, *, defaults: bool = False) -> str:
 
 def _plain(method: KVTransform, heads: MethodHeads) -> KVTransform:
     """Resets parameters that change no score; a function for `map_methods`."""
-    fields: Any = [x for x in dataclasses.fields(method) if x.name in method.unscored]
+    fields: Any = [x for x in dataclasses.fields(method) if x.name in method.card.unscored]
     method = dataclasses.replace(method, **{x.name: x.default for x in fields})
     if isinstance(method, Learner) and isinstance(method.learned, Calibration):
         return method.with_learned(method.learned.id)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.payload import Moves, free_bytes, take_slots, write_slots
 from kvjax.devices import all_heads
+from kvjax.serialization import pytree_node
 
 
 def places(
@@ -24,7 +25,7 @@ def places(
     return jnp.where(index >= 0, take_slots(table, jnp.maximum(index, 0)), -1)
 
 
-@jax.tree_util.register_dataclass
+@pytree_node
 @dataclass(frozen=True)
 class Recent:
     """Newest rows of every (row, KV head), dense, in the order in which they came.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -16,11 +16,13 @@ from kvjax.checks import check_count, check_flag
 from kvjax.compose.foreseen import foreseen, frees_while_decoding
 from kvjax.compose.wrappers import check_evicts
 from kvjax.decisions import Decision, Keep, Mark, Retain, carry_out
-from kvjax.protocol import Moment, Needs, State, Step, Wrapper
+from kvjax.protocol import Card, Moment, Needs, State, Step, Wrapper
+from kvjax.serialization import pytree_node
 from kvjax.transforms.random import check_seed, layer_key, uniform
 from pallas_kernels.base.dispatch import GPU_KERNELS, choose_implementation
 
 
+@pytree_node
 class CaMState(NamedTuple):
     """State of CaM.
 
@@ -88,7 +90,7 @@ class CaM(Wrapper):
     prompt: bool = False
     seed: int = 0
 
-    paper: ClassVar[str] = "CaM, ICML 2024"
+    card = Card(acts="every step", paper="CaM, ICML 2024", when="endless")
 
     @property
     def needs(self) -> Needs:

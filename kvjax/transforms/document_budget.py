@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +19,8 @@ from kvjax.cache.slots import KVCache
 from kvjax.checks import check_count
 from kvjax.compose.walks import MethodHeads, map_methods
 from kvjax.decisions import Keep, Retain
-from kvjax.protocol import Extent, KVTransform, Look, Needs, Probe, Step, check_transform
+from kvjax.protocol import Card, Extent, KVTransform, Look, Needs, Probe, Step, check_transform
+from kvjax.serialization import pytree_node
 from kvjax.transforms.held_budget import PromptBudget
 
 # Column of how important a token is for its document (`_importance`): 255 for sinks and windows, 0
@@ -47,6 +48,7 @@ class Received(Probe):
         return dataclasses.replace(record, slots={"received": received})
 
 
+@pytree_node
 class Documents(NamedTuple):
     """State of a `DocumentBudget`; a method that has more has a NamedTuple with these fields too.
 
@@ -98,7 +100,7 @@ class DocumentBudget(PromptBudget):
     window: int = 0
     room: int = 256
 
-    unscored: ClassVar[tuple[str, ...]] = ("room",)
+    card = Card(acts="prompt", unscored=("room",))
     minimum = property(lambda self: self.sinks + self.window + 1)  # the smallest workable budget
 
     def __post_init__(self):

@@ -9,7 +9,7 @@ from kvjax.budgets.budgets import Budget, check_budget
 from kvjax.cache.slots import KVCache
 from kvjax.checks import check_choice
 from kvjax.decisions import Keep
-from kvjax.protocol import GroupReduce, Needs, Step, accumulated_attention
+from kvjax.protocol import Card, GroupReduce, Needs, Step, accumulated_attention
 from kvjax.transforms.held_budget import Budgets, HeldBudget
 
 
@@ -52,7 +52,7 @@ class H2O(HeldBudget):
     budget: Budget
     group_reduce: GroupReduce = "mean"
 
-    paper: ClassVar[str] = "H2O, arXiv 2306.14048"
+    card = Card(acts="prompt, every step", paper="H2O, arXiv 2306.14048", when="endless")
     minimum: ClassVar[int] = 2  # smallest workable budget
     needs = property(lambda self: Needs(accumulated_attention=True))
 

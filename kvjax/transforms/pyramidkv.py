@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Int
@@ -13,7 +12,8 @@ from kvjax.budgets.budgets import Budget, slots_for
 from kvjax.budgets.layers import LayerBudget, layers_alike
 from kvjax.checks import MOST_COUNT
 from kvjax.messages import brief
-from kvjax.protocol import GroupReduce, KVTransform
+from kvjax.protocol import Card, GroupReduce, KVTransform
+from kvjax.serialization import static_value
 from kvjax.transforms.pooling import Pooling
 from kvjax.transforms.snapkv import SnapKV
 
@@ -67,7 +67,10 @@ class PyramidKV(KVTransform):
     group_reduce: GroupReduce = "mean"
     beta: float = 20.0
 
-    paper: ClassVar[str] = "PyramidKV, arXiv 2406.02069"
+    card = Card(
+        acts="prompt", paper="PyramidKV, arXiv 2406.02069", when="now",
+        small={"window": 4, "kernel": 3},
+    )  # fmt: skip
     minimum = property(lambda self: self.window + 1)  # the smallest workable budget
 
     def __post_init__(self):
@@ -90,6 +93,7 @@ class PyramidKV(KVTransform):
         return SnapKV(budget, self.window, self.kernel, self.pooling, self.group_reduce)
 
 
+@static_value
 @dataclass(frozen=True)
 class PyramidBudget:
     """PyramidKV's schedule: the budgets of all layers by length of the prompt.

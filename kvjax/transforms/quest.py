@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +15,15 @@ from kvjax.cache.payload import take_slots, write_slots
 from kvjax.cache.selection import newest
 from kvjax.cache.slots import NEG_INF, KVCache
 from kvjax.checks import check_count, check_flag
-from kvjax.protocol import Step, View
+from kvjax.protocol import Card, Step, View
+from kvjax.serialization import pytree_node
 from kvjax.transforms.recall import Recall, of_lists
 from pallas_kernels import page_bounds, page_scores
 
 PAGES = 3  # smallest number of pages that a budget must hold
 
 
-@jax.tree_util.register_dataclass
+@pytree_node
 @dataclass(frozen=True)
 class Pages:
     """Index of pages: page p of a head is its slots `p · page` to `(p + 1) · page`.
@@ -93,7 +93,9 @@ class Quest(Recall):
     dense_layers: tuple[int, ...] = (0, 1)
     first_page: bool = True
 
-    paper: ClassVar[str] = "Quest, arXiv 2406.10774"
+    card = Card(
+        acts="prompt, every step", paper="Quest, arXiv 2406.10774", when="later", small={"page": 4}
+    )
     minimum = property(lambda self: PAGES * self.page)  # the smallest workable budget
 
     def __post_init__(self):

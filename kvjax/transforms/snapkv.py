@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, get_args
+from typing import get_args
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -14,7 +14,7 @@ from kvjax.cache.selection import newest
 from kvjax.cache.slots import KVCache
 from kvjax.checks import check_choice, check_count
 from kvjax.decisions import Keep
-from kvjax.protocol import GroupReduce, Needs, Step
+from kvjax.protocol import Card, GroupReduce, Needs, Step
 from kvjax.transforms.held_budget import PromptBudget
 from kvjax.transforms.pooling import Pooling, check_kernel, pool
 from pallas_kernels import Queries, Seen, column_sums, prompt_attention
@@ -69,7 +69,10 @@ class SnapKV(PromptBudget):
     pooling: Pooling = "max"
     group_reduce: GroupReduce = "mean"
 
-    paper: ClassVar[str] = "SnapKV, arXiv 2404.14469"
+    card = Card(
+        acts="prompt", paper="SnapKV, arXiv 2404.14469", when="now",
+        small={"window": 4, "kernel": 3},
+    )  # fmt: skip
     needs = property(lambda self: Needs(query_window=self.window))
     minimum = property(lambda self: self.window + 1)  # the smallest workable budget
 

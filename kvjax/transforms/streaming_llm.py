@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from kvjax.budgets.budgets import Budget, check_budget
 from kvjax.cache.slots import KVCache
 from kvjax.checks import check_count, check_flag
 from kvjax.decisions import Keep
-from kvjax.protocol import Needs, Step
+from kvjax.protocol import Card, Needs, Step
 from kvjax.transforms.held_budget import Budgets, HeldBudget
 
 
@@ -47,7 +46,7 @@ class StreamingLLM(HeldBudget):
     sinks: int = 4
     reposition: bool = False
 
-    paper: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
+    card = Card(acts="prompt, every step", paper="StreamingLLM, arXiv 2309.17453", when="endless")
     needs = property(lambda self: Needs(unrotated_keys=self.reposition, reposition=self.reposition))
     minimum = property(lambda self: self.sinks + 1)  # the smallest workable budget
 

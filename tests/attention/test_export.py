@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.export
@@ -29,6 +30,7 @@ from tests.support.marks import some_slow
 from tests.support.tolerances import close
 
 ROOT = Path(__file__).parents[2]
+QUANTIZED = "chain(snapkv(budget=12), quantize)"
 FOUR = ("snapkv", "h2o", "clusterkv", "quantize")
 # What they name, the others name too.
 COMBINED = {
@@ -64,9 +66,55 @@ def test_what_caches_hold_at_other_times():
 def test_names_are_those_of_the_page():
     """What has been written with them is to be read by later versions."""
     page = (ROOT / "docs" / "guides" / "exporting.md").read_text()
-    assert all(f"`{name}`" in page for name in NODES)
+    packages = ("kvjax.", "pallas_kernels.")
+    ours = [name for name, node in NODES.items() if node.__module__.startswith(packages)]
+    assert len(ours) > 20 and all(f"`{name}`" in page for name in ours)
     assert all(name == f"kvjax.{node.__name__}" for name, node in NODES.items())
     assert all(name == value.__name__ for name, value in VALUES.items())
+
+
+@kvjax.kit.static_value
+@dataclasses.dataclass(frozen=True)
+class Half:
+    """A budget of one's own."""
+
+    def __call__(self, lengths: np.ndarray) -> np.ndarray:
+        return lengths // 2
+
+
+@kvjax.kit.pytree_node
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """A state of one's own, with a static part."""
+
+    length: jax.Array
+    budget: Half = dataclasses.field(default=Half(), metadata={"static": True})
+
+
+class Turns(NamedTuple):
+    """Another one, which a notebook may decorate whenever its cell runs."""
+
+    count: jax.Array
+
+
+def test_classes_of_ones_own():
+    seen = Seen(jnp.zeros(3, jnp.int32))
+    assert written(seen).in_tree == jax.tree.structure(((seen,), {}))
+    assert from_json(to_json(seen.budget)) == Half()
+    assert kvjax.kit.pytree_node(Turns) is Turns is kvjax.kit.pytree_node(Turns)
+    turns = Turns(seen.length)
+    assert written(turns).in_tree == jax.tree.structure(((turns,), {}))
+
+
+def test_names_of_classes_are_new():
+    with pytest.raises(ValueError, match=r"must be new, kvjax.Pages already means .*quest.Pages"):
+        kvjax.kit.pytree_node(NamedTuple("Pages", [("first", int)]))
+    with pytest.raises(ValueError, match=r"must be new, Share already means .*budgets.Share"):
+        kvjax.kit.static_value(dataclasses.make_dataclass("Share", [], frozen=True))
+    again = dataclasses.make_dataclass("Half", [], namespace={"__module__": __name__}, frozen=True)
+    kvjax.kit.static_value(again)  # as when a cell of a notebook runs again
+    assert from_json(to_json(again())) == again()
+    kvjax.kit.static_value(Half)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,12 +155,14 @@ def test_what_no_program_can_name(monkeypatch):
 
 
 @pytest.mark.slow
-def test_names_are_known_as_soon_as_one_of_kvjax_is_used():
+def test_names_are_known_once_a_cache_is_made():
     code = (
-        "import jax, kvjax; kvjax.Rope\n"
+        "import jax, kvjax\n"
+        "size = dict(batch=1, kv_heads=1, head_dim=4, max_prompt=32, max_new=1)\n"
+        f"kvjax.init_cache(kvjax.parse({QUANTIZED!r}), **size)\n"
         "assert jax.export.deserialize(bytearray(open(0, 'rb').read())).nr_devices == 1"
     )
-    cache = jax.eval_shape(functools.partial(kvjax.init_cache, CASES["quantize"], **SIZE))
+    cache = jax.eval_shape(functools.partial(kvjax.init_cache, kvjax.parse(QUANTIZED), **SIZE))
     exported = jax.export.export(jax.jit(lambda x: x))(cache).serialize()
     done = subprocess.run([sys.executable, "-c", code], input=bytes(exported), capture_output=True)
     assert done.returncode == 0, done.stderr.decode()

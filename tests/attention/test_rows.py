@@ -19,7 +19,6 @@ import kvjax
 from kvjax.attention.layer import layer_caches
 from kvjax.registry import METHODS
 from tests.compose.test_conformance import (
-    ARGUMENTS,
     CASES,
     LENGTHS,
     STEPS,
@@ -41,6 +40,7 @@ from tests.support.attending import (
     right,
     same_arrays,
 )
+from tests.support.cases import ARGUMENTS
 
 ROOT = Path(__file__).parents[2]
 FAST = ("full", "h2o", "clusterkv", "quantize")

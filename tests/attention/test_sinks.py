@@ -12,7 +12,6 @@ import pytest
 import kvjax
 from pallas_kernels import Mask, Queries, Seen, decode_attention
 from pallas_kernels.attention.call import beside_sinks
-from tests.compose.test_conformance import CASES, COVERING, SELECTING
 from tests.references.attention import softmax_attention
 from tests.support import attending
 from tests.support.attending import (
@@ -28,6 +27,7 @@ from tests.support.attending import (
     prompt,
     right,
 )
+from tests.support.cases import CASES, COVERING, selects
 from tests.support.marks import slow, some_slow
 from tests.support.tolerances import close
 
@@ -36,7 +36,7 @@ COUNTS = ((12, 6, 0), (10, 0, 5))  # tokens of each row in the chunks of a promp
 LENGTHS, STEPS = np.sum(COUNTS, axis=0), 4
 
 # Budgets that cover everything where attention is to a selection.
-PATHS = {name: (COVERING if name in SELECTING else CASES)[name] for name in CASES}
+PATHS = {name: (COVERING if selects(name) else CASES)[name] for name in CASES}
 # Dense rows, head groups, 8 bits and a selection; others run with the slow tests.
 FAST = [(name, "float32", "xla") for name in ("full", "head_groups", "quantize", "quest")]
 

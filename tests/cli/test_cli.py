@@ -194,7 +194,7 @@ def test_methods_as_json(capsys):
         kind: set(names) for kind, names in known.items()
     }
     snapkv = listed["methods"]["snapkv"]
-    assert snapkv["paper"] == kvjax.SnapKV.paper and snapkv["summary"].startswith(
+    assert snapkv["paper"] == kvjax.SnapKV.card.paper and snapkv["summary"].startswith(
         "Keeps the prompt"
     )
     parameters = {p["name"]: p.get("default", "none") for p in snapkv["parameters"]}

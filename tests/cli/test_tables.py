@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvjax.cli.situations import GROUPS
+from kvjax.cli.situations import HEADINGS, methods_for
 from kvjax.cli.tables import Row, name_column, number_column, print_table
 from kvjax.cli.terminal import Display, print_figures
 from kvjax.registry import METHODS, STORAGE, WRAPPERS
@@ -98,7 +98,7 @@ def test_one_method(capsys, monkeypatch, width):
 
 
 def test_every_method_has_a_situation_and_every_parameter_a_meaning(capsys):
-    names = [name for names in GROUPS.values() for name in names]
+    names = [name for situation in filter(None, HEADINGS) for name in methods_for(situation)]
     assert sorted(names) == sorted([*METHODS, *WRAPPERS, *STORAGE, "chain"])
     for methods in json.loads(output(capsys, "methods", "--json")).values():
         for name, method in methods.items():

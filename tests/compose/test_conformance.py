@@ -16,7 +16,6 @@ from kvjax.budgets.budgets import slots_for
 from kvjax.compose.chain import parts_of
 from kvjax.compose.foreseen import rewrites
 from kvjax.generation.steps import scan_steps
-from kvjax.registry import METHODS
 from tests.support.attending import (
     HEAD_DIM,
     KV_HEADS,
@@ -45,7 +44,6 @@ from tests.support.attending import (
     the_rope,
 )
 from tests.support.cases import (
-    ARGUMENTS,
     BUDGET,
     CASES,
     COVERING,
@@ -54,8 +52,14 @@ from tests.support.cases import (
     compositions,
     every_case,
     every_case_slow,
+    evicts_alone,
+    evicts_from_short_rows,
+    has_books,
+    holds_its_budget,
     names,
+    names_heads,
     registered,
+    selects,
     snapkv,
 )
 from tests.support.marks import slow
@@ -70,29 +74,6 @@ def merges(transform) -> bool:
     everything = any(rewrites(part, "prompt", "flush", "step") for part in evicting)
     return everything and not isinstance(transform, CaM)
 
-
-# Live slots after any call while decoding, where the method bounds all of them.
-DECODING_BUDGET = {
-    "streaming_llm", "h2o", "chain", "cam", "reposition", "h2o_codebook", "h2o_quantize",
-    "h2o_quantize_token", "ring", "ring_quantize",
-}  # fmt: skip
-# Attention over a selection: of what was live in `test_<method>.py`.
-SELECTING = {
-    name
-    for name, tx in CASES.items()
-    if any(part.stage == kvjax.kit.Stage.RECALL for part in parts_of(tx))
-}
-KEEPING = SELECTING - {"snapkv_clusterkv"} | {"quantize"}
-# With a codebook that has room for every vector.
-BOOKED = {"spindlekv", "h2o_codebook", "spindlekv_unfold"}
-# Not all of BUDGET for a row that stays within it.
-SHARES = {
-    "per_layer", "float_h2o", "outlier_heads", "layer_budget", "spindlekv",
-    "spindlekv_unfold",
-}  # fmt: skip
-
-# They name KV heads.
-TWO_HEADS = {"head_groups", "outlier_heads", "infinigen", "quantize_channel_infinigen"}
 
 # Numbers of dtypes and shapes that all methods treat alike: of those that evict, merge, select,
 # compress now and then, and encode. Of all others, shapes and dtypes.
@@ -115,7 +96,7 @@ def loss(name: str) -> str:
 def slot_bytes(name: str) -> int:
     """Bytes of a slot's key and value."""
     encoded = encoding(name)
-    if name in BOOKED:
+    if has_books(name):
         return 2 * (2 + 4)  # an index, a magnitude
     if encoded is None:
         return 2 * HEAD_DIM * 4
@@ -152,10 +133,6 @@ def same_slots(name, cache, rows, other, other_rows, kind="float32", positions_o
                     close(mine[column], theirs[column], kind, f"{what}, {column}")
 
 
-def test_every_registered_method_is_in_the_table():
-    assert set(METHODS) == set(ARGUMENTS), "give the new method's constructor arguments"
-
-
 # --- what it computes -----------------------------------------------------------------------------
 
 
@@ -175,7 +152,7 @@ def test_lossless_when_the_budget_covers_everything(name):
 
 
 @pytest.mark.parametrize(
-    "name", names([name for name in CASES if name not in SELECTING], "full", "snapkv")
+    "name", names([name for name in CASES if not selects(name)], "full", "snapkv")
 )
 def test_output_is_attention_over_what_was_live(name):
     ragged = standard(name)
@@ -188,7 +165,7 @@ def test_output_is_attention_over_what_was_live(name):
         close(ragged.outs[step], expected, what=f"step {step}")
 
 
-@pytest.mark.parametrize("name", names([name for name in CASES if name not in SHARES]))
+@pytest.mark.parametrize("name", names(n for n in CASES if not evicts_from_short_rows(n)))
 def test_a_row_within_its_budget_loses_nothing(name):
     full, mine = standard("full"), standard(name)
     for step in range(BUDGET - LENGTHS[2]):
@@ -208,7 +185,7 @@ def test_decoding_may_start_from_an_empty_cache(name):
         out, cache = decode(CASES[name], cache, tokens(), now)
         cache = flushed(cache, step + 1)
         full, expected = decode(kvjax.Full(), expected, tokens(), now)
-        if name not in SHARES:
+        if not evicts_from_short_rows(name):
             close(out, full, loss(name), f"step {step}")
         for part in every_part(name, cache):
             assert (np.asarray(part.cache.kv.position).max(-1) == step).all(), "newest is lost"
@@ -228,7 +205,7 @@ def test_live_slots_never_exceed_what_was_promised(name):
             assert kv.slots == kv.capacity == part.extent.total
             assert (live_count(part.cache) <= part.extent.total).all(), f"step {step}"
             assert (np.asarray(kv.dropped) == 0).all(), f"step {step}"
-            if name in DECODING_BUDGET:
+            if holds_its_budget(name):
                 assert (live_count(part.cache) <= BUDGET).all(), f"step {step}"
 
 
@@ -264,10 +241,7 @@ def test_evicting_conserves_the_mass_of_what_is_kept_and_merging_all_of_it(name)
                 close(mass, live_count(part.cache), "exact")
 
 
-PINNED = (
-    "streaming_llm", "h2o", "snapkv", "pyramidinfer", "kvmerger", "chelsea", "every", "when_full",
-    "chain",
-)  # fmt: skip
+PINNED = [name for name in CASES if evicts_alone(name) and not evicts_from_short_rows(name)]
 
 
 @pytest.mark.parametrize("name", names(PINNED, "streaming_llm"))
@@ -280,7 +254,7 @@ def test_pinned_slots_survive(name):
             for head in range(KV_HEADS):
                 kept = set(slots_of(cache, row, head)["position"].tolist())
                 assert {p for p in pinned if p < length} <= kept, f"step {step}, row {row}"
-    if name in DECODING_BUDGET:
+    if holds_its_budget(name):
         assert live_count(ragged.caches[-1]).max() == BUDGET + len(pinned)
 
 
@@ -376,7 +350,7 @@ def test_bytes_are_those_of_the_arrays(name):
     assert kvjax.nbytes(priced) >= least
     if name == "full":
         assert kvjax.nbytes(priced) == least + 2 * 4 * 3 * KV_HEADS + 4 * 3  # used, dropped, length
-    elif name not in SELECTING | BOOKED:
+    elif not (selects(name) or has_books(name)):
         assert kvjax.nbytes(priced) < kvjax.nbytes(jax.eval_shape(lambda: new_cache(kvjax.Full())))
 
 
@@ -471,7 +445,8 @@ def test_a_further_turn(name):
     close(out, attended(transform, before, tokens(), positions))
     assert structure(cache) == structure(before)
     for part in every_part(name, cache):
-        generated = steps if part.transform == kvjax.Full() or name in KEEPING else 0
+        everything = part.transform.extent(kvjax.kit.Extent(MAX_PROMPT, MAX_NEW))
+        generated = steps if everything.prompt == MAX_PROMPT else 0
         assert (live_count(part.cache) <= part.extent.prompt + generated).all()
         assert (np.asarray(part.cache.kv.dropped) == 0).all()
         if name == "full":
@@ -482,7 +457,7 @@ def test_a_further_turn(name):
         expected = attended(transform, cache, tokens(), now)
         out, cache = decode(transform, cache, tokens(), now)
         cache = flushed(cache, step + 1)
-        if name not in SELECTING:
+        if not selects(name):
             close(out, expected)
         for part in every_part(name, cache):
             assert (np.asarray(part.cache.kv.dropped) == 0).all()
@@ -509,7 +484,7 @@ def test_shapes_of_bfloat16_one_head_and_no_new_tokens(name):
     for part in parts(covering, shapes.caches[-1]):
         assert part.cache.kv.k.dtype == part.cache.kv.v.dtype == jnp.bfloat16
         assert part.cache.kv.log_mass.dtype == jnp.float32
-    if name not in TWO_HEADS:
+    if not names_heads(name):
         row = Tokens.random(rows=1, kv_heads=1, query_heads=1, seed=4)
         shapes = shapes_of_run(CASES[name], row, np.array([[0]]), **SINGLE)
         assert shapes.prompt_out.shape == shapes.out.shape == (1, 1, 1, HEAD_DIM)
@@ -533,7 +508,7 @@ def test_bfloat16_and_as_many_query_heads_as_kv_heads(name):
 
 
 @pytest.mark.parametrize(
-    "name", names([n for n in REPRESENTATIVES if n not in TWO_HEADS], "full", "quantize")
+    "name", names([n for n in REPRESENTATIVES if not names_heads(n)], "full", "quantize")
 )
 def test_one_head_one_token(name):
     transform = CASES[name]

@@ -112,9 +112,9 @@ def test_replace_gives_another_budget(name):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_method_names_its_paper_and_its_deviations(name):
+def test_a_method_has_a_card_and_names_its_deviations(name):
     kind = METHODS[name]
-    assert kind.paper
+    assert kind.card.acts and kind.card.when and (kind.card.paper or name == "full")
     for section in ("Example:",) + (("Deviations from the paper:",) if name != "full" else ()):
         assert section in kind.__doc__
     assert kvjax.parse(name, budget_of(kind)) == REGISTERED[name]

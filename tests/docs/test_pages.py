@@ -16,6 +16,8 @@ import jax
 import pytest
 
 from kvjax.cli.arguments import parser
+from kvjax.cli.situations import HEADINGS, methods_for
+from kvjax.cli.situations import page as page_of
 from kvjax.models import demo
 
 ROOT = Path(__file__).parents[2]
@@ -80,12 +82,9 @@ def test_what_does_not_run_can_be_read(page):
 
 
 def test_every_method_has_a_page_with_its_picture():
-    from kvjax.registry import METHODS as methods
-    from kvjax.registry import STORAGE, WRAPPERS
-
-    on_other_pages = {"every", "when_full"}  # of the guide to composing
     names = {page.stem for page in METHODS} - {"index"}
-    assert names == set(methods | STORAGE | WRAPPERS) - on_other_pages
+    shown = {page_of(name) for when in HEADINGS for name in methods_for(when)}
+    assert {f"docs/methods/{name}.md" for name in names} | {"docs/guides/composing.md"} == shown
     pictures = {picture.stem for picture in (DOCS / "pictures").iterdir()}
     assert pictures == names | {"idea"}
 

@@ -1,10 +1,12 @@
 """One list of methods and compositions, each with settings that bite in small caches.
 
-A method that is registered must be in `ARGUMENTS`; it then goes through every test over all cases.
+A method that is registered is a case, with the arguments of its card, and goes through every test
+over all cases. Tests choose among the cases by traits, which are computed from the transforms.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 import numpy as np
@@ -12,6 +14,10 @@ import pytest
 
 import kvjax
 from kvjax import CaM, Every, HeadGroups, KVCrush, PerLayer, Quantize, WhenFull, chain
+from kvjax.budgets.budgets import slots_for
+from kvjax.compose.walks import walk
+from kvjax.compose.wrappers import by_head_groups
+from kvjax.kit import Extent, Stage
 from kvjax.registry import METHODS
 from tests.support.attending import HEAD_DIM, KV_HEADS, MAX_NEW, MAX_PROMPT, one_layer
 from tests.support.marks import some_slow
@@ -22,29 +28,16 @@ GROUP = 4  # of numbers of 4 bits
 CALIBRATION = kvjax.InfiniGenCalibration(
     np.random.default_rng(0).normal(size=(3, KV_HEADS, HEAD_DIM, 3))
 )
-# Constructor arguments of every registered method, at a budget that bites and at one that covers
-# everything that is ever put into a cache here.
-ARGUMENTS = {
-    "full": {},
-    "streaming_llm": {"budget": BUDGET},
-    "h2o": {"budget": BUDGET},
-    "snapkv": {"budget": BUDGET, "window": WINDOW, "kernel": 3},
-    "kvzip": {"budget": BUDGET, "sinks": 2, "window": 2, "room": WINDOW},
-    "pyramidkv": {"budget": BUDGET, "window": WINDOW, "kernel": 3},
-    "pyramidinfer": {"budget": BUDGET, "interval": 3},
-    "kvmerger": {"budget": BUDGET},
-    "chelsea": {"budget": BUDGET, "chunk": 8, "sinks": 2, "recent": WINDOW, "interval": 3},
-    "clusterkv": {
-        "budget": BUDGET, "tokens_per_cluster": 4, "sinks": 2, "interval": 3, "new_clusters": 2,
-        "dense_layers": (),
-    },
-    "quest": {"budget": BUDGET, "page": 4, "dense_layers": ()},
-    "infinigen": {
-        "budget": BUDGET, "alpha": None, "calibration": CALIBRATION, "dense_layers": ()
-    },
-    "layer_budget": {"reserve": 0.5, "window": WINDOW},
-    "spindlekv": {"reserve": 0.5, "window": WINDOW, "capacity": 1.0, "interval": 16},
-}  # fmt: skip
+
+
+def arguments_of(method: type[kvjax.KVTransform]) -> dict:
+    """Arguments of a method, at a budget that bites in the caches here."""
+    fields = {field.name for field in dataclasses.fields(method)}
+    here = {"budget": BUDGET, "calibration": CALIBRATION, "dense_layers": ()}
+    return {name: value for name, value in here.items() if name in fields} | method.card.small
+
+
+ARGUMENTS = {name: arguments_of(method) for name, method in METHODS.items()}
 ENOUGH = MAX_PROMPT + MAX_NEW
 OUTLIERS = kvjax.OutlierHeads(((1, 1),), num_layers=3, kv_heads=KV_HEADS)
 
@@ -140,12 +133,12 @@ def quantised(budget: int) -> dict:
 
 
 def registered(**changes) -> dict:
-    def change(arguments):
+    def change(arguments: dict) -> dict:
         if changes and "reserve" in arguments:
             return {**arguments, "reserve": 1.0}
         return {**arguments, **changes} if "budget" in arguments else arguments
 
-    return {name: METHODS[name](**change(ARGUMENTS[name])) for name in METHODS if name in ARGUMENTS}
+    return {name: method(**change(ARGUMENTS[name])) for name, method in METHODS.items()}
 
 
 CASES = {name: one_layer(tx) for name, tx in {**registered(), **compositions(BUDGET)}.items()}
@@ -154,6 +147,56 @@ COVERING = {
     for name, tx in {**registered(budget=ENOUGH), **compositions(ENOUGH)}.items()
     if name != "float_h2o"  # a share of the prompt never covers what is generated
 }
+
+
+def methods_in(name: str) -> list[kvjax.KVTransform]:
+    """All transforms in a case, of all its heads."""
+    return [part for group in by_head_groups(CASES[name]) for part in walk(group)]
+
+
+def selects(name: str) -> bool:
+    """Whether a step attends to a selection: of what was live in `test_<method>.py`."""
+    return any(part.stage == Stage.RECALL for part in methods_in(name))
+
+
+def evicts_alone(name: str) -> bool:
+    """Whether a case evicts or merges, for all heads of a layer alike, and does nothing else."""
+    whole = CASES[name]
+    return not isinstance(whole, HeadGroups | kvjax.Ring) and all(
+        part.stage == Stage.EVICT for part in methods_in(name)
+    )
+
+
+def holds_its_budget(name: str) -> bool:
+    """Whether no more than `BUDGET` slots are live after any step."""
+    totals = {tx.extent(Extent(MAX_PROMPT, MAX_NEW)).total for tx in by_head_groups(CASES[name])}
+    return totals == {BUDGET + 1}  # with the token that is being added
+
+
+def has_books(name: str) -> bool:
+    """Whether it stores keys and values in books, which have room for every vector here."""
+    return any(isinstance(part, kvjax.Codebook) for part in methods_in(name))
+
+
+def names_heads(name: str) -> bool:
+    """Whether it names the KV heads of the model, of which there are `KV_HEADS`."""
+    about_heads = ("calibration", "outlier_heads")
+    return isinstance(CASES[name], HeadGroups) or any(
+        getattr(part, field, None) is not None for part in methods_in(name) for field in about_heads
+    )
+
+
+def evicts_from_short_rows(name: str) -> bool:
+    """Whether a row of no more than `BUDGET` tokens may lose some: budgets are shares of tokens."""
+    lengths = np.arange(MAX_PROMPT + 1)
+    budgets = [
+        slots_for(part.budget, lengths, part.minimum)
+        for part in methods_in(name)
+        if getattr(part, "budget", None) is not None
+    ]
+    return any((slots < lengths)[: BUDGET + 1].any() for slots in budgets)
+
+
 # What others in the table show nearly as well; they run with the slow tests.
 SLOW = {
     "cam", "cam_prompt", "chain", "clusterkv_offload", "clusterkv_per_query_head", "every",

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from kvjax.cache.payload import Moves, Slots, free_bytes, of_rows, take_slots, write_slots
 from kvjax.devices import all_heads, own_heads
+from kvjax.serialization import pytree_node, static_value
 from kvjax.storage.encoded_attention import EncodedPayload
 from pallas_kernels import codebook_logits, codebook_mix, greedy_cover, nearest_entries
 from pallas_kernels.attention.forms import Rows, codebook_rows
@@ -24,6 +25,7 @@ from pallas_kernels.formats.codebook import References
 from pallas_kernels.grouping.nearest_entries import directions
 
 
+@static_value
 @dataclass(frozen=True)
 class Book:
     """Options of a codebook.
@@ -49,7 +51,7 @@ class Book:
     heads: int | None = None
 
 
-@jax.tree_util.register_dataclass
+@pytree_node
 @dataclass(frozen=True)
 class CodebookPayload(EncodedPayload):
     """Vectors stored as an entry of their row's book and a norm: `entries[index] * magnitude`.

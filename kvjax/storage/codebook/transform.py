@@ -10,7 +10,7 @@ import numpy as np
 from kvjax.cache.slots import KVCache
 from kvjax.checks import check_count, check_flag, check_number
 from kvjax.compose.foreseen import frees_while_decoding, rewrites
-from kvjax.protocol import Extent, KVTransform, Needs, Stage, State
+from kvjax.protocol import Card, Extent, KVTransform, Needs, Stage, State
 from kvjax.storage.codebook.payload import Book, CodebookPayload
 
 
@@ -72,7 +72,7 @@ class Codebook(KVTransform):
     magnitude: bool = True
 
     stage: ClassVar[Stage] = Stage.REPRESENT
-    paper: ClassVar[str] = "SpindleKV, arXiv 2507.06517"
+    card = Card(acts="prompt, every 32 tokens", paper="SpindleKV, arXiv 2507.06517", when="now")
     needs = property(lambda self: Needs(unrotated_keys=True))
 
     def __post_init__(self):

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.payload import Dense, Moves, Payload, Slots, free_bytes
+from kvjax.serialization import pytree_node
 from kvjax.storage.recent import Recent
 from pallas_kernels import Mask, Queries, Seen, host_rows
 
@@ -45,7 +46,7 @@ def to_host(x: Array) -> Array:
     return jax.device_put(x, jax.memory.Space.Host)
 
 
-@jax.tree_util.register_dataclass
+@pytree_node
 @dataclass(frozen=True)
 class Offloaded:
     """Rows in host memory; rows that are new since the last flush are on the device.

@@ -15,7 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache.payload import of_rows, take_slots
 from kvjax.cache.slots import KVCache
 from kvjax.checks import check_count
-from kvjax.protocol import Extent, KVTransform, Stage, Step, View
+from kvjax.protocol import Card, Extent, KVTransform, Stage, Step, View
+from kvjax.serialization import pytree_node
 from kvjax.storage.offload.payload import HOST_MEMORY, Offloaded, memory_kinds, not_mapped
 from kvjax.storage.recent import places
 from pallas_kernels import host_rows
@@ -23,7 +24,7 @@ from pallas_kernels import host_rows
 INTERVAL = 320  # ClusterKV's interval, used behind methods that have none of their own
 
 
-@jax.tree_util.register_dataclass
+@pytree_node
 @dataclass(frozen=True)
 class Resident:
     """Rows on the device that the last R steps selected, with N entries per step.
@@ -102,7 +103,7 @@ class Offload(KVTransform):
     interval: int | None = None
 
     stage: ClassVar[Stage] = Stage.PLACE
-    paper: ClassVar[str] = "ClusterKV, arXiv 2412.03213"
+    card = Card(acts="every step", paper="ClusterKV, arXiv 2412.03213", when="lossless")
 
     def __post_init__(self):
         check_count("recent_steps", self.recent_steps, 1)

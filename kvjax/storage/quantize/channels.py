@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kvjax.cache.rope import Rope
+from kvjax.serialization import pytree_node
 
 # Measured on keys of SmolLM2, Qwen2.5 and Gemma 3: see docs/methods/quantize.md.
 EXPONENT = 0.75  # power of the standard deviation that a scale is, given many keys
@@ -16,7 +16,7 @@ FEW = 8  # number of keys at which the exponent is half of that
 LEAST = 1e-4  # least standard deviation of a channel, relative to the head's greatest
 
 
-@jax.tree_util.register_dataclass
+@pytree_node
 @dataclass(frozen=True)
 class Channels:
     """Mean and scale of each channel of each (row, KV head): a key is `mean + scale · x`.

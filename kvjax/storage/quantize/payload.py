@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.payload import Moves, Slots, free_bytes, of_rows, take_slots, write_slots
+from kvjax.serialization import pytree_node, static_value
 from kvjax.storage.encoded_attention import EncodedPayload
 from kvjax.storage.quantize.channels import Channels
 from kvjax.storage.recent import Recent
@@ -33,8 +34,10 @@ from pallas_kernels.formats.bits import Encoded
 Bits = Literal[8, 4, "float8"]
 Axis = Literal["token", "channel"]
 EIGHT_BITS = {8: "int8", "float8": "float8_e4m3fn"}  # dtypes that have one scale per slot
+pytree_node(Encoded)  # `pallas_kernels` depends on JAX alone
 
 
+@static_value
 @dataclass(frozen=True)
 class Form:
     """Encoding of the rows of a payload.
@@ -94,7 +97,7 @@ class Form:
         return Quantized(encoded, recent, channels, self, slots, jnp.dtype(dtype))
 
 
-@jax.tree_util.register_dataclass
+@pytree_node
 @dataclass(frozen=True)
 class Quantized(EncodedPayload):
     """Rows of 8 bits, or of 4 bits in groups of channels or of slots.

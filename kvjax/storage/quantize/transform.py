@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, get_args
 from kvjax.cache.slots import KVCache
 from kvjax.checks import check_choice, check_count
 from kvjax.compose.foreseen import frees_at_prompts_end, frees_while_decoding
-from kvjax.protocol import Extent, KVTransform, Stage, State
+from kvjax.protocol import Card, Extent, KVTransform, Stage, State
 from kvjax.storage.quantize.payload import Axis, Bits, Form
 
 GROUP, RESIDUAL = 32, 128  # defaults of 4 bits, as in KIVI
@@ -108,7 +108,10 @@ class Quantize(KVTransform):
     rotate: bool | Literal["values"] = True
 
     stage: ClassVar[Stage] = Stage.REPRESENT
-    paper: ClassVar[str] = "KIVI, arXiv 2402.02750"
+    card = Card(
+        acts="prompt, every step (4 bits: every 128)", paper="KIVI, arXiv 2402.02750",
+        when="lossless",
+    )  # fmt: skip
     # True where keys are encoded in groups of slots.
     groups_slots = property(lambda self: self.bits == 4 and self.key_axis != "token")
     _group = property(lambda self: (self.group or GROUP) if self.bits == 4 else 1)
@@ -140,16 +143,16 @@ class Quantize(KVTransform):
                     f"bits={self.bits!r}, key_axis={self.key_axis!r}"
                 )
 
-    def by_slot(self) -> Quantize:
-        """Returns the form that encodes every slot by itself, so that slots can be freed."""
-        if not self.groups_slots:
-            return self
-        return dataclasses.replace(self, key_axis="token", residual=None)
-
     def in_chain(self, before: tuple[KVTransform, ...], after: tuple[KVTransform, ...]) -> Quantize:
-        """Keeps groups of slots away from parts that would break them up, or refuses them."""
+        """Keeps groups of slots away from parts that would break them up, or refuses them.
+
+        In a ring, which frees slots all the time, keys are encoded token by token.
+        """
         if not self.groups_slots:
             return self
+        by_token = dataclasses.replace(self, key_axis="token", residual=None)
+        if any(isinstance(part, Ring) for part in before):
+            return by_token
         for part in before:
             if frees_while_decoding(part):
                 raise ValueError(
@@ -157,10 +160,10 @@ class Quantize(KVTransform):
                     "while decoding: take key_axis='token'"
                 )
         for part in (*before, *after):
-            if not (part.reorders_slots or frees_at_prompts_end(part)):
+            if not (part.needs.reordered_slots or frees_at_prompts_end(part)):
                 continue
             if self.key_axis is None:
-                return self.by_slot()
+                return by_token
             raise ValueError(
                 f"{self!r} encodes groups of slots together, which {part!r} breaks up at the end "
                 "of every prompt, so that they would be rounded again in every turn: take "

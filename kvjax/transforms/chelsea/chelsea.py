@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,8 @@ from kvjax.cache.slots import KVCache, sorted_slots
 from kvjax.calibration import Learner
 from kvjax.checks import check_count, check_layers, check_number, check_part
 from kvjax.decisions import Merge
-from kvjax.protocol import Extent, Full, KVTransform, Needs, Step
+from kvjax.protocol import Card, Extent, Full, KVTransform, Needs, Step
+from kvjax.serialization import pytree_node
 from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
 from pallas_kernels import segment_merge, soft_matching
 from pallas_kernels.base.varying import varying
@@ -28,6 +29,7 @@ from pallas_kernels.base.varying import varying
 _MOST_STEPS = 1000  # limits the table of `most_merges`, which has a row for each step
 
 
+@pytree_node
 class Passes(NamedTuple):
     """State of a layer: the budget of each row, and the number of passes of each head so far."""
 
@@ -127,10 +129,11 @@ class Chelsea(Learner):
     outlier_threshold: float | None = None
     outlier_share: float = 0.04
 
-    paper: ClassVar[str] = "Chelsea, arXiv 2506.11418"
     learns = ("outlier_heads", OutlierHeads)
-    unscored: ClassVar[tuple[str, ...]] = (
-        "interval", "ratio_0", "decay", "steps", "floor", "keep_layers"
+    card = Card(
+        acts="prompt, whenever the cache is full", paper="Chelsea, arXiv 2506.11418", when="gist",
+        small={"chunk": 8, "sinks": 2, "recent": 4, "interval": 3},
+        unscored=("interval", "ratio_0", "decay", "steps", "floor", "keep_layers"),
     )  # fmt: skip
     needs = property(lambda self: Needs(writes_values=True))
     minimum = property(lambda self: self.sinks + self.recent + 1)  # the smallest workable budget

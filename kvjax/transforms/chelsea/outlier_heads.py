@@ -11,8 +11,10 @@ from kvjax.calibration import Calibration
 from kvjax.checks import check_count
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.protocol import Full, KVTransform
+from kvjax.serialization import static_value
 
 
+@static_value
 @dataclass(frozen=True)
 class OutlierHeads(Calibration):
     """KV heads that keep their whole cache: those whose keys resemble each other least.
@@ -111,6 +113,7 @@ class OutlierHeads(Calibration):
         return HeadGroups(((outliers, Full()), (regular, transform)))
 
 
+@static_value
 @dataclass(frozen=True)
 class RemainingBudget:
     """Slots that an average budget leaves for each head where some heads keep everything.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar, get_args
+from typing import TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from kvjax.cache.slots import STORED_SLOT, KVCache
 from kvjax.checks import check_choice, check_count
 from kvjax.decisions import Order
 from kvjax.devices import all_heads
-from kvjax.protocol import Extent, Step, View
+from kvjax.protocol import Card, Extent, Step, View
 from kvjax.transforms.clusterkv.chunks import KMeansOptions, Metric, Points, cluster, cluster_chunks
 from kvjax.transforms.clusterkv.clusters import Clusters, where_heads
 from kvjax.transforms.clusterkv.recalled import GroupReduce, Ranking, recalled_slots
@@ -121,8 +121,13 @@ class ClusterKV(Recall):
     dense_layers: tuple[int, ...] = (0, 1)
     seed: int = 0
 
-    paper: ClassVar[str] = "ClusterKV, arXiv 2412.03213"
+    card = Card(
+        acts="prompt, every 320 tokens", paper="ClusterKV, arXiv 2412.03213", when="later",
+        small={"tokens_per_cluster": 4, "sinks": 2, "interval": 3, "new_clusters": 2},
+    )  # fmt: skip
     minimum = property(lambda self: self.sinks + 1)  # the smallest workable budget
+    # A fixed number of clusters makes every prompt's end cluster all tokens anew.
+    needs = property(lambda self: Needs(reordered_slots=self.clusters is not None))
 
     def __post_init__(self):
         super().__post_init__()
@@ -136,11 +141,6 @@ class ClusterKV(Recall):
         check_choice("group_reduce", self.group_reduce, get_args(GroupReduce))
         check_seed(self.seed)
         check_budget(self.budget, self.minimum, "sinks + 1, the smallest cluster")
-
-    @property
-    def reorders_slots(self) -> bool:
-        """Whether every prompt's end clusters all tokens anew."""
-        return self.clusters is not None
 
     def extent(self, extent: Extent) -> Extent:
         """Sets the interval of flushes, also where a method before has another one."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.payload import of_rows, take_slots, write_slots
 from kvjax.cache.slots import KVCache
+from kvjax.serialization import pytree_node
 
 
-@jax.tree_util.register_dataclass
+@pytree_node
 @dataclass(frozen=True)
 class Clusters:
     """Index of each KV head. From slot 0 on there are the sinks, then cluster after cluster.

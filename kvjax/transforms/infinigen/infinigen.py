@@ -20,7 +20,7 @@ from kvjax.calibration import Calibration, Learner
 from kvjax.checks import check_number
 from kvjax.decisions import Mark
 from kvjax.devices import all_heads
-from kvjax.protocol import KVTransform, Needs, Step, View
+from kvjax.protocol import Card, KVTransform, Needs, Step, View
 from kvjax.transforms.infinigen.projections import (
     InfiniGenCalibration,
     WithQueries,
@@ -102,10 +102,12 @@ class InfiniGen(Recall, Learner):
     channels: float = 0.2
 
     minimum: ClassVar[int] = 1
-    paper: ClassVar[str] = "InfiniGen, arXiv 2406.19707"
     learns = ("calibration", InfiniGenCalibration)
     dtype: ClassVar[str] = "float32"  # what it learns should not depend on how keys are stored
-    unscored: ClassVar[tuple[str, ...]] = ("alpha", "per_query_head", "dense_layers")
+    card = Card(
+        acts="prompt, every step", paper="InfiniGen, arXiv 2406.19707", when="later",
+        small={"alpha": None}, unscored=("alpha", "per_query_head", "dense_layers"),
+    )  # fmt: skip
     needs = property(lambda self: Needs(predicted_query=True))
 
     def __post_init__(self):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from kvjax.compose.wrappers import check_evicts
 from kvjax.decisions import Keep, Mark, Retain
 from kvjax.devices import all_heads
 from kvjax.protocol import (
+    Card,
     Extent,
     KVTransform,
     Needs,
@@ -32,6 +33,7 @@ from kvjax.protocol import (
     accumulated_attention,
     is_bound,
 )
+from kvjax.serialization import pytree_node
 from kvjax.transforms.kvcrush.base import check_share, split_budget
 from kvjax.transforms.kvcrush.representatives import (
     Anchor,
@@ -47,6 +49,7 @@ from pallas_kernels import hamming_distance, pack_bits
 REPRESENTATIVE = "representative"
 
 
+@pytree_node
 class KVCrushState(NamedTuple):
     """State of KVCrush.
 
@@ -134,8 +137,7 @@ class KVCrush(Wrapper):
     kmeans: bool = False
     seed: int = 0
 
-    couples_heads: ClassVar[bool] = True
-    paper: ClassVar[str] = "KVCrush, arXiv 2503.00022"
+    card = Card(acts="prompt", paper="KVCrush, arXiv 2503.00022", when="now", couples_heads=True)
     draws = property(lambda self: not self.kmeans and "random" in (self.anchor, self.pick))
     unit = property(lambda self: unit_size(self.granularity))  # tokens per unit
     inner = property(lambda self: self.split[0])  # the base with its part of the budget

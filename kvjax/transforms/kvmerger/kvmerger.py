@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +16,7 @@ from kvjax.cache.selection import evictable, keep_best, newest
 from kvjax.cache.slots import KVCache, slot_numbers, sorted_slots
 from kvjax.checks import check_choice, check_number
 from kvjax.decisions import Merge
-from kvjax.protocol import Extent, Needs, Step
+from kvjax.protocol import Card, Extent, Needs, Step
 from kvjax.transforms.kvmerger.unmerged import Unmerged
 from kvjax.transforms.random import check_seed, layer_key, uniform
 from pallas_kernels import join_anchors, pair_cosine, pair_distance
@@ -103,7 +103,7 @@ class KVMerger(Unmerged):
     value_scale: Literal["log_mass", "paper", "none"] = "log_mass"
     seed: int = 0
 
-    paper: ClassVar[str] = "KVMerger, arXiv 2407.08454"
+    card = Card(acts="prompt", paper="KVMerger, arXiv 2407.08454", when="gist")
     needs = property(lambda self: Needs(accumulated_attention=True, writes_values=True))
 
     def __post_init__(self):

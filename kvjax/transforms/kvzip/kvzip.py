@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from kvjax.cache.selection import evictable
 from kvjax.cache.slots import KVCache
 from kvjax.checks import check_count, check_flag
 from kvjax.decisions import Keep, Retain
-from kvjax.protocol import Needs, Step
+from kvjax.protocol import Card, Needs, Step
 from kvjax.transforms.document_budget import DocumentBudget
 from kvjax.transforms.kvzip.fit import fit
 from kvjax.transforms.kvzip.repetition import QuerySample, Repetition
@@ -91,8 +91,10 @@ class KVzip(DocumentBudget):
     fit: bool = False
     piece: int = 2048
 
-    paper: ClassVar[str] = "KVzip, arXiv 2505.23416"
-    unscored: ClassVar[tuple[str, ...]] = ("room", "fit")
+    card = Card(
+        acts="prompt", paper="KVzip, arXiv 2505.23416", when="facts",
+        small={"sinks": 2, "window": 2, "room": 4}, unscored=("room", "fit"),
+    )  # fmt: skip
 
     def __post_init__(self):
         super().__post_init__()

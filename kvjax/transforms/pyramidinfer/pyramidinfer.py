@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +18,8 @@ from kvjax.cache.units import Units
 from kvjax.checks import check_count, check_number
 from kvjax.decisions import Keep, Mark, Retain, group_scores, over_heads
 from kvjax.devices import all_heads
-from kvjax.protocol import PASSED, Extent, KVTransform, Needs, Step
+from kvjax.protocol import PASSED, Card, Extent, KVTransform, Needs, Step
+from kvjax.serialization import pytree_node, static_value
 from kvjax.transforms.held_budget import PromptBudget
 from kvjax.transforms.pyramidinfer.schedule import CosineBudget, TokensEntering, generated_kept
 from kvjax.transforms.snapkv import by_query_head, window_attention
@@ -104,7 +105,10 @@ class PyramidInfer(KVTransform):
     emphasis: float = 1.2
     interval: int | None = 16
 
-    paper: ClassVar[str] = "PyramidInfer, arXiv 2405.12532"
+    card = Card(
+        acts="prompt, every 16 tokens", paper="PyramidInfer, arXiv 2405.12532", when="now",
+        small={"interval": 3},
+    )  # fmt: skip
     minimum = property(lambda self: 2 * (self.sinks + 1))  # the smallest workable budget
 
     def __post_init__(self):
@@ -134,6 +138,7 @@ class PyramidInfer(KVTransform):
         return PyramidInferLayer(*prompt, self.interval, kept)
 
 
+@static_value
 @dataclass(frozen=True)
 class PyramidInferPrompt(PromptBudget):
     """PyramidInfer in one layer that compresses prompts alone; made by `PyramidInfer.for_layer`.
@@ -150,7 +155,6 @@ class PyramidInferPrompt(PromptBudget):
     sinks: int
     emphasis: float
 
-    paper: ClassVar[str] = PyramidInfer.paper
     minimum = property(lambda self: self.sinks + 1)  # the smallest workable budget
     needs = property(lambda self: Needs(query_share=self.newest))
 
@@ -210,6 +214,7 @@ class PyramidInferPrompt(PromptBudget):
         return jnp.where((number >= 0) & (number < window), weight, 0.0)
 
 
+@pytree_node
 class Generated(NamedTuple):
     """State of a layer: its numbers, and each row's window, budget and blocks.
 
@@ -228,6 +233,7 @@ class Generated(NamedTuple):
     start: Int[Array, " B"]
 
 
+@static_value
 @dataclass(frozen=True)
 class PyramidInferLayer(PyramidInferPrompt):
     """PyramidInfer in one layer, generated tokens included; made by `PyramidInfer.for_layer`.

@@ -10,11 +10,13 @@ from jaxtyping import Int
 
 from kvjax.budgets.budgets import Budget, slots_for
 from kvjax.budgets.layers import ROUNDING, Slots
+from kvjax.serialization import static_value
 
 GENERATED_RATIO = 0.9  # share of generated tokens that stays, times a cosine from 1.0 ...
 GENERATED_FLOOR = 0.1  # ... to this
 
 
+@static_value
 @dataclass(frozen=True)
 class TokensEntering:
     """Numbers of prompt tokens that enter each layer at the paper's ratios, and leave the last one.
@@ -46,6 +48,7 @@ class TokensEntering:
         return np.stack(entering)
 
 
+@static_value
 @dataclass(frozen=True)
 class CosineBudget:
     """Parts of the layers in an average budget b, falling by a cosine from the first to the last.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import jax.numpy as jnp
 
@@ -12,7 +11,8 @@ from kvjax.cache.selection import newest
 from kvjax.cache.slots import KVCache
 from kvjax.checks import check_count, check_flag, check_number
 from kvjax.decisions import Keep
-from kvjax.protocol import KVTransform, Needs, Step
+from kvjax.protocol import Card, KVTransform, Needs, Step
+from kvjax.serialization import static_value
 from kvjax.transforms.held_budget import PromptBudget
 from kvjax.transforms.snapkv import MOST_WINDOW, by_query_head, window_attention
 from kvjax.transforms.spindlekv.schedule import SpindleBudget
@@ -65,7 +65,10 @@ class LayerBudgetEviction(KVTransform):
     beta: float = 0.05
     unfold: bool = False
 
-    paper: ClassVar[str] = "SpindleKV, arXiv 2507.06517"
+    card = Card(
+        acts="prompt", paper="SpindleKV, arXiv 2507.06517", when="now",
+        small={"reserve": 0.5, "window": 4},
+    )  # fmt: skip
 
     def __post_init__(self):
         check_number("reserve", self.reserve, 0.0, 1.0)
@@ -80,6 +83,7 @@ class LayerBudgetEviction(KVTransform):
         return LayerEviction(budget, self.window, self.unfold)
 
 
+@static_value
 @dataclass(frozen=True)
 class LayerEviction(PromptBudget):
     """SpindleKV's eviction in one layer; made by `LayerBudgetEviction.for_layer`.
@@ -93,7 +97,6 @@ class LayerEviction(PromptBudget):
     window: int
     unfold: bool
 
-    paper: ClassVar[str] = LayerBudgetEviction.paper
     minimum = property(lambda self: self.window)  # the smallest workable budget
     needs = property(lambda self: Needs(query_window=self.window, unfold=self.unfold))
 

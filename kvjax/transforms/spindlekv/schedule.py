@@ -9,8 +9,10 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.budgets.layers import Slots
+from kvjax.serialization import static_value
 
 
+@static_value
 @dataclass(frozen=True)
 class SpindleBudget:
     """Slots of each layer: the window, and the layer's part of the context, rounded down.
