@@ -30,7 +30,7 @@ from tests.support.marks import some_slow
 from tests.support.tolerances import close
 
 ROOT = Path(__file__).parents[2]
-QUANTIZED = "chain(snapkv(budget=12), quantize)"
+QUANTIZED = "chain(snapkv(budget=24), quantize)"
 FOUR = ("snapkv", "h2o", "clusterkv", "quantize")
 # What they name, the others name too.
 COMBINED = {
