@@ -1,5 +1,8 @@
 """The public names of kvjax and where they are defined; `kvjax/__init__.py` reads this file.
 
+`as` makes a name public for type checkers.
+"""
+
 from . import kit as kit
 from . import testing as testing
 from .attention.attend import attend as attend
@@ -13,16 +16,12 @@ from .attention.rows import take_rows as take_rows
 from .cache.nbytes import nbytes as nbytes
 from .cache.rope import Rope as Rope
 from .compose.bind import bind as bind
-from .compose.by_head import ByHead as ByHead
 from .compose.by_head import HeadProfile as HeadProfile
 from .compose.chain import chain as chain
 from .compose.in_slots import in_slots as in_slots
 from .compose.ring import Ring as Ring
-from .compose.wrappers import Every as Every
-from .compose.wrappers import Everywhere as Everywhere
 from .compose.wrappers import HeadGroups as HeadGroups
 from .compose.wrappers import PerLayer as PerLayer
-from .compose.wrappers import WhenFull as WhenFull
 from .generation.calibration import calibrated as calibrated
 from .generation.calibration import load_calibration as load_calibration
 from .generation.calibration import save_calibration as save_calibration
@@ -39,21 +38,29 @@ from .generation.model import LanguageModel as LanguageModel
 from .generation.model import LayeredModel as LayeredModel
 from .generation.model import ModelParts as ModelParts
 from .generation.sampling import Sampling as Sampling
-from .protocol import Full as Full
 from .protocol import KVTransform as KVTransform
 from .registry import parse as parse
 from .registry import register as register
 from .registry import unparse as unparse
+from .transforms.chelsea.outlier_heads import OutlierHeads as OutlierHeads
+from .transforms.infinigen.projections import InfiniGenCalibration as InfiniGenCalibration
+
+__version__: str
+
+# the imports of methods, by benchmarks/results_page.py
+from .compose.by_head import ByHead as ByHead
+from .compose.wrappers import Every as Every
+from .compose.wrappers import Everywhere as Everywhere
+from .compose.wrappers import WhenFull as WhenFull
+from .protocol import Full as Full
 from .storage.codebook.transform import Codebook as Codebook
 from .storage.offload.transform import Offload as Offload
 from .storage.quantize.transform import Quantize as Quantize
 from .transforms.cam import CaM as CaM
 from .transforms.chelsea.chelsea import Chelsea as Chelsea
-from .transforms.chelsea.outlier_heads import OutlierHeads as OutlierHeads
 from .transforms.clusterkv.clusterkv import ClusterKV as ClusterKV
 from .transforms.h2o import H2O as H2O
 from .transforms.infinigen.infinigen import InfiniGen as InfiniGen
-from .transforms.infinigen.projections import InfiniGenCalibration as InfiniGenCalibration
 from .transforms.kvcrush.kvcrush import KVCrush as KVCrush
 from .transforms.kvmerger.kvmerger import KVMerger as KVMerger
 from .transforms.kvzip.kvzip import KVzip as KVzip
