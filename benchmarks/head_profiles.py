@@ -45,8 +45,8 @@ def main() -> None:
         if len(ids) < tokens:
             raise ValueError(f"the text must have {start + tokens} tokens")
         by_head = kvjax.ByHead(kvjax.KVzip(0.5))
-        profile = kvjax.calibrated(by_head, model, [ids], document=tokenizer).profile
-        return shares(profile.table, args.budget, 0.0).ravel()
+        calibrated: Any = kvjax.calibrated(by_head, model, [ids], document=tokenizer)
+        return shares(calibrated.profile.table, args.budget, 0.0).ravel()
 
     text, other = (Path(path).read_text(encoding="utf-8") for path in (args.text, args.other))
     pairs = {

@@ -154,16 +154,9 @@ def from_json(content: Any) -> Any:
     return known[value](**{name: from_json(x) for name, x in content["fields"].items()})
 
 
-def _values() -> dict[str, type]:
-    """Returns `VALUES`, and the classes of what methods with a name learn."""
-    methods = (METHODS | WRAPPERS | STORAGE).values()
-    learned = (method.learns[1] for method in methods if issubclass(method, Learner))
-    return {kind.__name__: kind for kind in learned} | VALUES
-
-
 def _name(value: Any) -> dict[str, str]:
     """Returns how JSON names the class of a value."""
-    if _values().get(type(value).__name__) is type(value):
+    if VALUES.get(type(value).__name__) is type(value):
         return {"value": type(value).__name__}
     for name, method in _methods().items():
         if method is type(value):

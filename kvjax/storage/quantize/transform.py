@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, get_args
 from kvjax.cache.slots import KVCache
 from kvjax.checks import check_choice, check_count
 from kvjax.compose.foreseen import frees_at_prompts_end, frees_while_decoding
+from kvjax.compose.ring import Ring
 from kvjax.protocol import Card, Extent, KVTransform, Stage, State
 from kvjax.storage.quantize.payload import Axis, Bits, Form
 

@@ -17,7 +17,7 @@ from kvjax.cache.slots import STORED_SLOT, KVCache
 from kvjax.checks import check_choice, check_count
 from kvjax.decisions import Order
 from kvjax.devices import all_heads
-from kvjax.protocol import Card, Extent, Step, View
+from kvjax.protocol import Card, Extent, Needs, Step, View
 from kvjax.transforms.clusterkv.chunks import KMeansOptions, Metric, Points, cluster, cluster_chunks
 from kvjax.transforms.clusterkv.clusters import Clusters, where_heads
 from kvjax.transforms.clusterkv.recalled import GroupReduce, Ranking, recalled_slots
