@@ -157,15 +157,17 @@ def calibrated(
     cache, or made from the bundled model's text, and a line on standard error says so. The rest is
     made from the first tokens of the prompt; without one, it stays missing.
     """
-
-    layers, measuring = as_functional(model).num_layers, None
+    layers, measuring = as_functional(model).num_layers, display.measuring(1, 1)
 
     def sample(method: Learner) -> list[Sequence[int]] | None:
         nonlocal measuring
-        texts = [prompt[:CALIBRATION_TOKENS]] if prompt is not None else None
         if method.kept:
             texts = kept_sample(tokenizer, max_positions)
-        measuring = None if texts is None else display.measuring(layers, len(texts))
+        elif prompt is not None:
+            texts = [prompt[:CALIBRATION_TOKENS]]
+        else:
+            return None
+        measuring = display.measuring(layers, len(texts))
         return texts
 
     def print_made(method: Learner, seconds: float) -> None:

@@ -87,7 +87,7 @@ def calibrated(
       >>> model = random_decoder(DecoderConfig(
       ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=3, query_heads=4,
       ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128))
-      >>> tx = kvjax.calibrated("chain(h2o(budget=64), infinigen)", model, [list(range(64))])
+      >>> tx = kvjax.calibrated("chain(snapkv(budget=64), infinigen)", model, [list(range(64))])
       >>> tx.parts[1].calibration.projections.shape[:3]
       (3, 2, 8)
     """
