@@ -30,7 +30,7 @@ from kvjax.generation.model import FunctionalModel, as_functional
 from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.planning import Plan, plan
 from kvjax.generation.prompt_checks import bucket
-from kvjax.generation.turns import first_turn
+from kvjax.generation.turns import Start, first_turn
 from kvjax.models import (
     Decoder,
     DecoderConfig,
@@ -114,9 +114,8 @@ def filled(
     one_layer = as_functional(random_decoder(small, dtype="bfloat16"))
     prompt, of_method = random_prompts(small.vocab_size, tokens, 1), {}
     for layer in dict.fromkeys(layers):
-        context = first_turn(
-            one_layer, prompt, [width], transform, (layer,), size, Compiler(), on_layer=None
-        )
+        start = Start(transform, (layer,), size, [width])
+        context = first_turn(one_layer, prompt, start, Compiler())
         of_method[layer] = (context if rows == 1 else context.repeat(rows)).caches[0]
     caches = tuple(jax.tree.map(copied, of_method[layer]) for layer in layers)
     length = np.full(rows, tokens, np.int32)

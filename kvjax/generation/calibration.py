@@ -32,7 +32,7 @@ from kvjax.generation.fingerprints import Fingerprint, checksum, differences
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.prompt_checks import as_rows, check_positions, check_prompts
-from kvjax.generation.turns import first_turn
+from kvjax.generation.turns import Start, first_turn
 from kvjax.messages import brief
 from kvjax.protocol import Full, KVTransform
 from kvjax.registry import as_transform, parse, unparse
@@ -226,10 +226,8 @@ def measured(
     observed = []
     for text, width in zip(texts, lengths, strict=True):
         size = CacheSize.of(functional, 1, width, 0, method.dtype, width)
-        context = first_turn(
-            functional, [text], [width], layers[0], layers, size, Compiler(), on_layer,
-            last=False, document=document,
-        )  # fmt: skip
+        start, compiler = Start(layers[0], layers, size, [width]), Compiler(on_layer=on_layer)
+        context = first_turn(functional, [text], start, compiler, document, last=False)
         observed.append([jax.device_get(_observed(method, x)) for x in context.caches])
     return method.learn(functional, observed)
 

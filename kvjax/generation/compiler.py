@@ -1,4 +1,4 @@
-"""Compiles functions before they are called, and counts the seconds that it takes."""
+"""Compiles functions before they are called, and tells how far a call is."""
 
 from __future__ import annotations
 
@@ -18,12 +18,17 @@ class Compiler:
 
     Args:
       on_compile: is told the name of each program that is about to be compiled; None: nobody is.
+      on_layer: is told the number of each layer that has read a prompt, in order; None: nobody is.
     """
 
-    def __init__(self, on_compile: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        on_compile: Callable[[str], None] | None = None,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> None:
         leave_memory_maps()
         self.seconds = 0.0
-        self._on_compile = on_compile
+        self._on_compile, self._on_layer = on_compile, on_layer
         self._done: set[Hashable] = set()
 
     def compile(
@@ -48,6 +53,11 @@ class Compiler:
         """Calls `function` with these arguments after `compile`, and returns what it returns."""
         self.compile(program, key, function, *args)
         return function(*args)
+
+    def has_read(self, layer: int) -> None:
+        """Notes that a layer has read a prompt."""
+        if self._on_layer is not None:
+            self._on_layer(layer)
 
     def trace(self, call: Callable[[Tracer], None]) -> None:
         """Lets `call` trace functions, and adds up the seconds that this takes.
@@ -78,6 +88,9 @@ class Tracer:
         return self._results[key]
 
     compile = run
+
+    def has_read(self, layer: int) -> None:
+        """Nothing has been read."""
 
 
 def _abstract(x: Any) -> Any:

@@ -40,7 +40,7 @@ from kvjax.generation.prompt_checks import (
 )
 from kvjax.generation.sampling import Numbers, Sampling, most_likely
 from kvjax.generation.steps import decode_step
-from kvjax.generation.turns import compile_flush, first_turn, flush_all, further_turn
+from kvjax.generation.turns import Start, compile_flush, first_turn, flush_all, further_turn
 from kvjax.protocol import Full, KVTransform
 from kvjax.registry import as_transform
 from kvjax.storage.offload.transform import RecallStatistics, recall_statistics
@@ -240,89 +240,66 @@ def _active_rows(prompts: Rows | None, rows: int) -> Bool[np.ndarray, " B"]:
     return np.array([prompts is None or prompts[row] is not None for row in range(rows)])
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The arguments of `generate` beside model, prompts and context, with their defaults."""
+
+    transform: KVTransform | str | None = None
+    max_new_tokens: int = 128
+    end_tokens: Sequence[int] | None = None
+    sampling: Sampling | None = None
+    seed: int = 0
+    donate: bool = False
+    on_layer: Callable[[int], None] | None = None
+    on_compile: Callable[[str], None] | None = None
+    buckets: Sequence[int] | None = None
+    dtype: DTypeLike | None = None
+    document: Document | None = None
+
+
 class Writing:
-    """One call of `generate`: making it reads the prompts, iterating over it decodes tokens.
+    """One call of `generate`, in stages: `read` reads the prompts, iteration decodes tokens.
 
     Args:
+      model: as in `generate`.
+      options: as in `generate`.
       streaming: whether iteration yields tokens as they come; else it yields all of them at once.
-      model, prompts, transform, max_new_tokens, end_tokens, sampling, seed, context, donate,
-        on_layer, on_compile, buckets, dtype, document: as in `generate`.
     """
 
     def __init__(
-        self,
-        model: LanguageModel | FunctionalModel,
-        prompts: Rows | None,
-        *,
-        streaming: bool,
-        transform: KVTransform | str | None = None,
-        max_new_tokens: int = 128,
-        end_tokens: Sequence[int] | None = None,
-        sampling: Sampling | None = None,
-        seed: int = 0,
-        context: Context | None = None,
-        donate: bool = False,
-        on_layer: Callable[[int], None] | None = None,
-        on_compile: Callable[[str], None] | None = None,
-        buckets: Sequence[int] | None = None,
-        dtype: DTypeLike | None = None,
-        document: Document | None = None,
+        self, model: LanguageModel | FunctionalModel, options: Options, *, streaming: bool
     ) -> None:
         self._model = as_functional(model)
         self._mesh = mesh_of(self._model.params)
-        self._compiler, self._streaming = Compiler(on_compile), streaming
+        self._compiler = Compiler(options.on_compile, options.on_layer)
+        self._options, self._streaming = options, streaming
 
-        check_count("max_new_tokens", max_new_tokens, 1)
-        check_seed(seed)
-        end_token_ids = end_token_array(model, end_tokens)
-        sampling = Sampling() if sampling is None else sampling
+        check_count("max_new_tokens", options.max_new_tokens, 1)
+        check_seed(options.seed)
+        end_token_ids = end_token_array(model, options.end_tokens)
+        sampling = Sampling() if options.sampling is None else options.sampling
         if not isinstance(sampling, Sampling):
             raise TypeError(f"sampling must be a kvjax.Sampling, got {sampling!r:.80}")
-        prompts = None if prompts is None else as_rows(prompts)
         self._choice = _Choice(
             numbers=sampling.numbers,
             end_tokens=put(end_token_ids, self._mesh),
-            key=_key(seed, self._mesh),
+            key=_key(options.seed, self._mesh),
         )
-        self._end_tokens, self._max_new_tokens = set(end_token_ids.tolist()), max_new_tokens
+        self._end_tokens = set(end_token_ids.tolist())
+        self._max_new_tokens = options.max_new_tokens
         # Padded like a prompt, so that few sizes of the loop and of caches are compiled.
-        self._room = bucket(max_new_tokens, None, None)
+        self._room = bucket(options.max_new_tokens, None, None)
+        self._result: Generation | None = None
 
-        start = time.perf_counter()
-        self._keeps_context = context is not None
+    def read(self, prompts: Rows | None, context: Context | None) -> Writing:
+        """Reads the prompts, chooses the first token of each row, and returns itself."""
+        prompts = None if prompts is None else as_rows(prompts)
+        start, self._keeps_context = time.perf_counter(), context is not None
         if context is None:
-            if prompts is None:
-                raise ValueError("generate needs prompts, or a context to go on from")
-            transform = Full() if transform is None else as_transform(transform, "generate")
-            transform = with_named(transform, self._model)
-            num_layers, windows = self._model.num_layers, self._model.windows
-            unsized_layers = bind(transform, num_layers, windows)
-            check_prompts(self._model, prompts, unsized_layers, max_new_tokens)
-            widths = [bucket(len(row), self._model.max_positions, buckets) for row in prompts]
-            max_length = max(map(len, prompts)) + max_new_tokens
-            size = CacheSize.of(
-                self._model, len(prompts), max(widths), self._room, dtype, max_length
-            )
-            layers = bind(transform, num_layers, windows, size.max_tokens)
-            context = first_turn(
-                self._model, prompts, widths, transform, layers, size, self._compiler, on_layer,
-                document=document, then=functools.partial(self._trace_loop, layers, prompts),
-            )  # fmt: skip
+            context = self._first_turn(prompts)
         else:
-            if transform is not None:
-                raise ValueError("a context has its own transform, got transform= as well")
-            check_turn(self._model, context, prompts, max_new_tokens, document)
-            if prompts is not None and context.rows < len(prompts):
-                context = context.repeat(len(prompts))
-            elif not donate:
-                context = context.copy()
-            if prompts is not None:
-                context = further_turn(
-                    self._model, context, prompts, buckets, self._compiler, on_layer,
-                    document=document,
-                    then=functools.partial(self._trace_loop, context.layers, prompts),
-                )  # fmt: skip
-        self._context, self._result = context, None
+            context = self._further_turn(prompts, context)
+        self._context = context
         self._active = _active_rows(prompts, context.rows)
         self._prompt_tokens = (
             [0] * context.rows if prompts is None else [len(row or ()) for row in prompts]
@@ -336,6 +313,42 @@ class Writing:
         self._ttft = time.perf_counter() - start - self._compiler.seconds
         self._check_finite()
         self._waiting, self._decode_seconds = int(context.waiting), 0.0
+        return self
+
+    def _first_turn(self, prompts: Rows | None) -> Context:
+        """Reads prompts into new caches, with room for the new tokens."""
+        model, options = self._model, self._options
+        if prompts is None:
+            raise ValueError("generate needs prompts, or a context to go on from")
+        transform = Full() if options.transform is None else options.transform
+        transform = with_named(as_transform(transform, "generate"), model)
+        unsized_layers = bind(transform, model.num_layers, model.windows)
+        check_prompts(model, prompts, unsized_layers, self._max_new_tokens)
+        widths = [bucket(len(row), model.max_positions, options.buckets) for row in prompts]
+        max_length = max(map(len, prompts)) + self._max_new_tokens
+        size = CacheSize.of(model, len(prompts), max(widths), self._room, options.dtype, max_length)
+        layers = bind(transform, model.num_layers, model.windows, size.max_tokens)
+        return first_turn(
+            model, prompts, Start(transform, layers, size, widths), self._compiler,
+            options.document, then=functools.partial(self._trace_loop, layers, prompts),
+        )  # fmt: skip
+
+    def _further_turn(self, prompts: Rows | None, context: Context) -> Context:
+        """Reads prompts into the caches of a context, which stays as it is unless donated."""
+        options = self._options
+        if options.transform is not None:
+            raise ValueError("a context has its own transform, got transform= as well")
+        check_turn(self._model, context, prompts, self._max_new_tokens, options.document)
+        if prompts is not None and context.rows < len(prompts):
+            context = context.repeat(len(prompts))
+        elif not options.donate:
+            context = context.copy()
+        if prompts is None:
+            return context
+        return further_turn(
+            self._model, context, prompts, options.buckets, self._compiler, options.document,
+            then=functools.partial(self._trace_loop, context.layers, prompts),
+        )  # fmt: skip
 
     @property
     def result(self) -> Generation:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
-from jax.sharding import Mesh
-from jaxtyping import Array, Int
+from jaxtyping import Int
 
 from kvjax.compose.wrappers import by_head_groups
-from kvjax.devices import put_by_rows
-from kvjax.generation.groups import Group
+from kvjax.devices import mesh_of, put_by_rows
+from kvjax.generation.groups import Group, Pieces
 from kvjax.messages import brief
 from kvjax.protocol import Asking, KVTransform, Needs, Probe
 
@@ -27,18 +26,6 @@ class Tokenizer(Protocol):
 
 Document = bool | Tokenizer
 """Whether prompts are documents. A tokenizer: they are, and probes may ask with words."""
-
-
-class Pieces(NamedTuple):
-    """Tokens that look at the documents of a group, in pieces, padded.
-
-    Args:
-      tokens: token ids, `[G, P, R]`.
-      positions: their positions, which go on behind the document; -1 marks padding.
-    """
-
-    tokens: Int[Array, "G P R"]
-    positions: Int[Array, "G P R"]
 
 
 def check_document(document: object) -> None:
@@ -64,22 +51,30 @@ def probe_of(layers: Sequence[KVTransform]) -> Probe | None:
     return functools.reduce(Needs.union, needs, Needs()).probe
 
 
-def pieces_of(
-    probe: Probe, asking: Asking, group: Group, prompts: Sequence[Sequence[int]],
-    length: Int[np.ndarray, " B"], mesh: Mesh | None,
-) -> Pieces | None:  # fmt: skip
-    """Makes the tokens that look at the documents of a group; None: none do.
+def with_looking(
+    groups: Sequence[Group],
+    prompts: Sequence[Sequence[int]],
+    length: Int[np.ndarray, " B"],
+    probe: Probe,
+    asking: Asking,
+) -> list[Group]:
+    """Returns groups of documents with the tokens that look at them.
 
     Args:
       prompts: of all rows.
-      length: tokens of each row with its document, `[B]`.
+      length: tokens of each row with its document.
     """
-    rows = range(len(prompts)) if group.rows is None else group.rows
-    documents = [list(prompts[row]) for row in rows]
-    tokens = probe.pieces(documents, group.tokens.shape[1], asking)
-    if tokens is None:
-        return None
-    there = tokens >= 0
-    positions = length[list(rows)][:, None, None] + there.cumsum(-1) - 1
-    positions = np.where(there, positions, -1).astype(np.int32)
-    return Pieces(put_by_rows(np.maximum(tokens, 0), mesh), put_by_rows(positions, mesh))
+    mesh = mesh_of(asking.model.params)
+
+    def looking(group: Group) -> tuple[Pieces, ...]:
+        rows = list(range(len(prompts)) if group.rows is None else group.rows)
+        documents = [list(prompts[row]) for row in rows]
+        tokens = probe.pieces(documents, group.tokens.shape[1], asking)
+        if tokens is None:
+            return ()
+        there = tokens >= 0
+        positions = length[rows][:, None, None] + there.cumsum(-1, dtype=np.int32) - 1
+        arrays = np.maximum(tokens, 0), np.where(there, positions, -1)
+        return (Pieces(*(put_by_rows(x, mesh) for x in arrays)),)
+
+    return [group._replace(looking=looking(group)) for group in groups]

@@ -14,14 +14,14 @@ from kvjax.devices import automatic
 from kvjax.generation.calibration import with_named
 from kvjax.generation.compiler import Compiler
 from kvjax.generation.context import Context
-from kvjax.generation.decode_loop import Generation, Writing
+from kvjax.generation.decode_loop import Generation, Options, Writing
 from kvjax.generation.documents import Document
 from kvjax.generation.fingerprints import Fingerprint
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.prompt_checks import Rows, as_rows, bucket, check_prompts
 from kvjax.generation.sampling import Sampling, sampling_apart
-from kvjax.generation.turns import first_turn
+from kvjax.generation.turns import Start, first_turn
 from kvjax.protocol import Full, KVTransform
 from kvjax.registry import as_transform
 
@@ -73,11 +73,8 @@ def read(
         functional, prompts, [transform], max_prompt, max_new, max_length, dtype, buckets
     )
     layers = bind(transform, functional.num_layers, functional.windows, size.max_tokens)
-    compiler = Compiler(on_compile)
-    context = first_turn(
-        functional, prompts, widths, transform, layers, size, compiler, on_layer,
-        document=document,
-    )  # fmt: skip
+    start, compiler = Start(transform, layers, size, widths), Compiler(on_compile, on_layer)
+    context = first_turn(functional, prompts, start, compiler, document)
     # A kept context needs a fingerprint, so that a later call can refuse another model.
     return dataclasses.replace(context, fingerprint=Fingerprint.of(functional))
 
@@ -207,12 +204,12 @@ def generate(
       >>> len(result.tokens[0])
       4
     """
-    writing = Writing(
-        model, prompts, transform=transform, max_new_tokens=max_new_tokens, end_tokens=end_tokens,
-        sampling=sampling, seed=seed, context=context, donate=donate, on_layer=on_layer,
-        on_compile=on_compile, buckets=buckets, dtype=dtype, document=document,
-        streaming=on_tokens is not None,
+    options = Options(
+        transform=transform, max_new_tokens=max_new_tokens, end_tokens=end_tokens,
+        sampling=sampling, seed=seed, donate=donate, on_layer=on_layer, on_compile=on_compile,
+        buckets=buckets, dtype=dtype, document=document,
     )  # fmt: skip
+    writing = Writing(model, options, streaming=on_tokens is not None).read(prompts, context)
     for new_tokens in writing:
         if on_tokens is not None:
             on_tokens(new_tokens)
@@ -221,11 +218,17 @@ def generate(
 
 @sampling_apart
 @automatic()
-def stream(model: LanguageModel | FunctionalModel, prompts: Rows | None, **options: Any) -> Stream:
+def stream(
+    model: LanguageModel | FunctionalModel,
+    prompts: Rows | None,
+    *,
+    context: Context | None = None,
+    **options: Any,
+) -> Stream:
     """Generates as `generate` does, and returns an iterator over new tokens as they come.
 
     Args:
-      model, prompts: as in `generate`.
+      model, prompts, context: as in `generate`.
       options: all other arguments of `generate` except `on_tokens`.
 
     Returns:
@@ -246,7 +249,7 @@ def stream(model: LanguageModel | FunctionalModel, prompts: Rows | None, **optio
       >>> rows == steps.result.tokens[0]
       True
     """
-    return Stream(Writing(model, prompts, streaming=True, **options))
+    return Stream(Writing(model, Options(**options), streaming=True).read(prompts, context))
 
 
 class Stream:

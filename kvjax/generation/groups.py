@@ -22,17 +22,32 @@ from kvjax.storage.offload.transform import Offload
 _TOKENS_PER_SHAPE = 512  # reading so many takes about as long as compiling for one more shape
 
 
+class Pieces(NamedTuple):
+    """Tokens that look at the documents of a group, in pieces, padded.
+
+    Args:
+      tokens: token ids, `[G, P, R]`; in a layer, states `[G, P, R, C]`.
+      positions: their positions, which go on behind the document; -1 marks padding.
+    """
+
+    tokens: Array
+    positions: Int[Array, "G P R"]
+
+
 class Group(NamedTuple):
     """Rows of a batch that are read together.
 
     Args:
       rows: numbers of the rows; None: all of them, in order.
       tokens, positions: padded; -1 marks padding.
+      looking: the tokens that look at the documents, if any do; None: the prompts are not
+        documents, or no method has a probe.
     """
 
     rows: Int[np.ndarray, " G"] | None
     tokens: Int[Array, "G T"]
     positions: Int[Array, "G T"]
+    looking: tuple[Pieces, ...] | None = None
 
 
 def grouped(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,7 @@ from kvjax.attention.rows import put_rows, take_rows
 from kvjax.compiled_code import compiled, give_back_freed
 from kvjax.devices import by_rows, mesh_of
 from kvjax.generation.compiler import Compiler, Programs, Tracer
-from kvjax.generation.documents import Pieces
-from kvjax.generation.groups import Group, join_groups
+from kvjax.generation.groups import Group, Pieces, join_groups
 from kvjax.generation.model import FunctionalModel
 from kvjax.generation.new_caches import CacheSize, new_cache, states_of, states_of_layers
 from kvjax.generation.observe import (
@@ -46,15 +45,43 @@ Then = Callable[[Tracer, Float[Array, "B V"], tuple[Cache, ...]], None]
 LONG_PROMPT = 2048
 
 
+class LayerPass(NamedTuple):
+    """How a layer reads a prompt: static in compiled code, and equal for layers that are alike.
+
+    Args:
+      block: the layer's block, as in `ModelParts`.
+      transform: of the layer.
+      size: of a new cache; None: there is one.
+      attention: options of the layer's attention.
+      last: whether this ends the prompt, so that the cache is compressed; else it is a reading.
+    """
+
+    block: Callable
+    transform: KVTransform
+    size: CacheSize | None
+    attention: AttentionOptions
+    last: bool
+
+
+class Into(NamedTuple):
+    """What a group's prompts are read into.
+
+    Args:
+      size: of new caches; None: there are caches.
+      caches: by layer, the states of new caches, or the caches of all rows.
+    """
+
+    size: CacheSize | None
+    caches: tuple[Any, ...]
+
+
 def read_prompt(
     model: FunctionalModel,
     layers: tuple[KVTransform, ...],
     groups: Sequence[Group],
     caches: tuple[Cache, ...] | CacheSize,
     compiler: Compiler,
-    on_layer: Callable[[int], None] | None = None,
     last: bool = True,
-    looking: Sequence[Pieces | None] | None = None,
     then: Then | None = None,
 ) -> tuple[Float[Array, "B V"], tuple[Cache, ...]]:
     """Returns the logits of each row's last token, and the caches that hold the prompt.
@@ -68,26 +95,23 @@ def read_prompt(
     Args:
       groups: the prompts. Rows in no group have no tokens: their caches stay, their logits are 0.
       caches: caches of earlier turns, which are donated; or the sizes of new ones.
-      on_layer: is called with the number of each layer that has read the prompt, in order; for a
-        model that does not show its parts, after the whole prompt.
+      compiler: is told of each layer that has read the prompt; of those of a model that does not
+        show its parts, after the whole prompt.
       last: whether this ends the prompt, so that the caches are compressed; else they are readings,
         as in `attend`.
-      looking: the tokens that look at each group's documents; None: the prompts are not documents,
-        or no method has a probe.
       then: traces what comes after the prompt, given abstract logits and caches; None: nothing.
     """
-    sizes: list[CacheSize | None] = [None] * len(groups)
-    start: Any = [caches] * len(groups)
     if isinstance(caches, CacheSize):
-        sizes = [caches._replace(batch=len(group.tokens)) for group in groups]
-        for size in sizes:
+        into = []
+        for size in (caches._replace(batch=len(group.tokens)) for group in groups):
             compiler.compile("the caches", ("states", size), states_of_layers, layers, size)
-        start = [states_of_layers(layers, size) for size in sizes]
-    document, pieces = looking is not None, looking or [None] * len(groups)
+            into.append(Into(size, states_of_layers(layers, size)))
+    else:
+        into = [Into(None, caches)] * len(groups)
     read = functools.partial(_read_whole_model, model)
     if model.parts is not None:
         read = functools.partial(_read_by_layer, model, model.parts.split(model.params))
-    read = functools.partial(read, layers, groups, sizes, start, last, document, pieces)
+    read = functools.partial(read, layers, groups, into, last)
 
     def trace(tracer: Tracer) -> None:
         logits, new_caches = read(tracer)
@@ -97,16 +121,7 @@ def read_prompt(
             then(tracer, jax.ShapeDtypeStruct(shape, logits[0].dtype), new_caches)
 
     compiler.trace(trace)
-    is_long = sum(group.tokens.size for group in groups) >= LONG_PROMPT
-    gives_back = is_long and model.parts is not None and jax.default_backend() == "cpu"
-
-    def has_read(layer: int) -> None:
-        if gives_back:
-            give_back_freed()
-        if on_layer is not None:
-            on_layer(layer)
-
-    logits, new_caches = read(compiler, has_read)
+    logits, new_caches = read(compiler)
     if groups[0].rows is None:
         return logits[0], new_caches
     batch = layer_caches(new_caches)[0].kv.shape[0]
@@ -120,13 +135,9 @@ def _read_by_layer(
     params: Sequence[Any],
     layers: tuple[KVTransform, ...],
     groups: Sequence[Group],
-    sizes: Sequence[CacheSize | None],
-    start: Sequence[tuple],
+    into: Sequence[Into],
     last: bool,
-    document: bool,
-    looking: Sequence[Pieces | None],
     compiler: Programs,
-    on_layer: Callable[[int], None] | None = None,
 ) -> tuple[list[Array], tuple[Cache, ...]]:
     """Reads a prompt layer by layer, for a model that shows its parts.
 
@@ -134,53 +145,54 @@ def _read_by_layer(
 
     Args:
       params: of each layer.
-      document: whether the prompts are documents, for methods with a probe.
-      sizes: the sizes of each group's new caches; None: the groups go on from caches of all rows.
-      start: for each group, by layer, the states of its new caches, or the caches of all rows.
 
     Returns:
       The logits of each group, and the caches of all rows.
     """
-    parts, mesh = model.parts, mesh_of(model.params)
+    parts, mesh, size = model.parts, mesh_of(model.params), into[0].size
     attention = tuple(map(model.attention, range(len(layers))))
-    observers = observers_of(parts.blocks, attention, layers, sizes[0] if last else None)
+    observers = observers_of(parts.blocks, attention, layers, size if last else None)
     together: Sequence[tuple[int, int] | None] = [None] * len(layers)
-    if sizes[0] is None and last:
-        together = slots_together(layers, start[0], document)
-    # For the next layer: states of a prompt, their positions, and states of what looks at it.
-    passing, new_caches = [], []
-    for group, pieces in zip(groups, looking, strict=True):
-        states = [
-            tokens if tokens is None else compiler.run(
-                "the embedding", ("embed", tokens.tokens.shape), _embed,
-                parts.embed, mesh, model.params, tokens.tokens, tokens.positions,
-            )
-            for tokens in (group, pieces)
-        ]  # fmt: skip
-        passing.append((states[0], group.positions, states[1]))
+    if size is None and last:
+        together = slots_together(layers, into[0].caches, groups[0].looking is not None)
+    is_long = sum(group.tokens.size for group in groups) >= LONG_PROMPT
+    gives_back = is_long and isinstance(compiler, Compiler) and jax.default_backend() == "cpu"
+
+    def embedded(tokens: Group | Pieces) -> Array:
+        return compiler.run(
+            "the embedding", ("embed", tokens.tokens.shape), _embed,
+            parts.embed, mesh, model.params, tokens.tokens, tokens.positions,
+        )  # fmt: skip
+
+    def looking(group: Group) -> tuple[Pieces, ...] | None:
+        if group.looking is None:
+            return None
+        return tuple(pieces._replace(tokens=embedded(pieces)) for pieces in group.looking)
+
+    # For the next layer: states of a prompt, their positions, and what looks at it.
+    passing = [(embedded(group), group.positions, looking(group)) for group in groups]
+    new_caches = []
     for layer, layer_params in enumerate(params):
-        block, transform, observer = parts.blocks[layer], layers[layer], observers[layer]
-        group_caches, cache, slots = [], start[0][layer], together[layer]
+        transform, observer = layers[layer], observers[layer]
+        group_caches, cache, slots = [], into[0].caches[layer], together[layer]
         of_layer, groups_cache = f"layer {layer + 1} of {len(layers)}", cache
         if slots is not None:
             cache = join_heads(
                 f"the heads of {of_layer}", transform, attention[layer], cache, slots, compiler
             )
             transform = of_all_heads(transform)
-        for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
-            x, positions, x_looking = passing[number]
-            pieces = None if x_looking is None else (x_looking, looking[number].positions)
+        for number, (group, (size, caches)) in enumerate(zip(groups, into, strict=True)):
             # Each group of an earlier turn's cache writes its rows into the same cache.
-            states_or_cache = cache if size is None else start[number][layer]
-            rows = group.rows if size is None else None
-            reads, reads_into = (transform, size, attention[layer], last, document), states_or_cache
+            states_or_cache, rows = (cache, group.rows) if size is None else (caches[layer], None)
+            how = LayerPass(parts.blocks[layer], transform, size, attention[layer], last)
+            reads_into = states_or_cache
             if observer is not None and size is not None:  # nothing is written after the prompt
-                reads = observer, size._replace(max_new=0), attention[layer], False, document
+                how = how._replace(transform=observer, size=size._replace(max_new=0), last=False)
                 reads_into = NO_STATES
+            shapes = slots, *jax.tree.map(lambda x: x.shape, passing[number])
             *passing[number], cache = compiler.run(
-                f"the prompt pass of {of_layer}",
-                (block, reads, slots, x.shape, pieces is None), _read_layer,
-                block, *reads, layer_params, x, positions, reads_into, rows, pieces,
+                f"the prompt pass of {of_layer}", (how, shapes), _read_layer,
+                how, layer_params, reads_into, rows, *passing[number],
             )  # fmt: skip
             if observer is not None:
                 settings = f"the compression of {of_layer}", transform, size, attention[layer]
@@ -193,9 +205,11 @@ def _read_by_layer(
             settings = program, layers[layer], attention[layer]
             (all_heads,) = layer_caches(cache)
             cache = jax.block_until_ready(cut_heads(*settings, groups_cache, all_heads, compiler))
-        new_caches.append(cache if sizes[0] is None else _together(groups, group_caches, compiler))
-        if on_layer is not None:
-            on_layer(layer)
+        is_new = into[0].size is not None
+        new_caches.append(_together(groups, group_caches, compiler) if is_new else cache)
+        if gives_back:
+            give_back_freed()
+        compiler.has_read(layer)
     logits = [
         compiler.run(
             "the logits", ("head", x.shape), _last_logits,
@@ -210,34 +224,28 @@ def _read_whole_model(
     model: FunctionalModel,
     layers: tuple[KVTransform, ...],
     groups: Sequence[Group],
-    sizes: Sequence[CacheSize | None],
-    start: Sequence[tuple],
+    into: Sequence[Into],
     last: bool,
-    document: bool,
-    looking: Sequence[Pieces | None],
     compiler: Programs,
-    on_layer: Callable[[int], None] | None = None,
 ) -> tuple[list[Array], tuple[Cache, ...]]:
     """Does what `_read_by_layer` does, for a model that does not show its parts."""
-    logits, group_caches, caches = [], [], start[0]
-    for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
-        states_or_caches = caches if size is None else start[number]
-        rows = group.rows if size is None else None
+    logits, group_caches, caches = [], [], into[0].caches
+    for group, (size, states) in zip(groups, into, strict=True):
+        if size is not None:
+            group, caches = group._replace(rows=None), states
         group_logits, caches = jax.block_until_ready(
             compiler.run(
                 "the prompt pass", ("prompt", group.tokens.shape), _read_whole,
-                layers, size, last, document, model, group.tokens, group.positions,
-                states_or_caches, rows, looking[number],
+                layers, size, last, model, group, caches,
             )
         )  # fmt: skip
         logits.append(group_logits)
         group_caches.append(caches)
-    if sizes[0] is not None:
+    if into[0].size is not None:
         by_layer = map(list, zip(*group_caches, strict=True))
         caches = tuple(_together(groups, of_layer, compiler) for of_layer in by_layer)
-    if on_layer is not None:
-        for layer in range(len(layers)):
-            on_layer(layer)
+    for layer in range(len(layers)):
+        compiler.has_read(layer)
     return logits, caches
 
 
@@ -271,23 +279,22 @@ def cache_shapes(
     tokens = positions = jax.ShapeDtypeStruct((size.batch, 1), jnp.int32)
     if model.parts is None:
         states = jax.eval_shape(functools.partial(states_of_layers, layers, size))
-        read_whole = functools.partial(_read_whole, layers, size, True, False)
-        return jax.eval_shape(read_whole, model, tokens, positions, states)[1]
+        read_whole = functools.partial(_read_whole, layers, size, True)
+        return jax.eval_shape(read_whole, model, Group(None, tokens, positions), states)[1]
     parts = model.parts
     embed = functools.partial(_embed, parts.embed, None)
     x = jax.eval_shape(embed, model.params, tokens, positions)
-    attention = map(model.attention, range(len(layers)))
-    keys = tuple(zip(parts.blocks, layers, attention, strict=True))  # equal for layers alike
-    shapes: dict[Hashable, Cache] = {}
-    for layer, (key, layer_params) in enumerate(zip(keys, parts.split(model.params), strict=True)):
-        if key not in shapes:
-            block, transform, options = key
-            states = jax.eval_shape(functools.partial(states_of, transform, size, layer))
-            read_layer = functools.partial(
-                _read_layer, block, transform, size, options, True, False
-            )
-            shapes[key] = jax.eval_shape(read_layer, layer_params, x, positions, states)[-1]
-    return tuple(shapes[key] for key in keys)
+    shapes: dict[LayerPass, Cache] = {}
+    ways = [
+        LayerPass(block, transform, size, model.attention(layer), last=True)
+        for layer, (block, transform) in enumerate(zip(parts.blocks, layers, strict=True))
+    ]
+    for layer, (how, layer_params) in enumerate(zip(ways, parts.split(model.params), strict=True)):
+        if how not in shapes:
+            states = jax.eval_shape(functools.partial(states_of, how.transform, size, layer))
+            read_layer = functools.partial(_read_layer, how)
+            shapes[how] = jax.eval_shape(read_layer, layer_params, states, None, x, positions)[-1]
+    return tuple(shapes[how] for how in ways)
 
 
 @compiled(static_argnums=(0, 1))
@@ -299,60 +306,54 @@ def _embed(
     return by_rows(x.reshape(*tokens.shape, -1), mesh)
 
 
-@compiled(static_argnums=(0, 1, 2, 3, 4, 5), donate_argnums=9)
+@compiled(static_argnums=0, donate_argnums=2)
 def _read_layer(
-    block: Callable,
-    transform: KVTransform,
-    size: CacheSize | None,
-    attention: AttentionOptions,
-    last: bool,
-    document: bool,
+    how: LayerPass,
     layer_params: Any,
+    into: Cache | tuple,
+    rows: Int[Array, " B"] | None,
     x: Float[Array, "B T C"],
     positions: Int[Array, "B T"],
-    states_or_cache: Cache | tuple,
-    rows: Int[Array, " B"] | None = None,
-    pieces: tuple[Float[Array, "B P R C"], Int[Array, "B P R"]] | None = None,
-) -> tuple[Array, Array, Array | None, Cache]:
+    looking: tuple[Pieces, ...] | None = None,
+) -> tuple[Array, Array, tuple[Pieces, ...] | None, Cache]:
     """Reads a prompt, and what looks at it if it is a document, through one layer.
 
     Args:
-      size: the sizes of a new cache; None: there is one.
-      states_or_cache: with a `size`, the states of the new cache; else the layer's cache.
+      into: the states of a new cache, or the layer's cache.
       rows: the rows of the cache that the tokens are of; None: all of them.
-      pieces: states and positions of the tokens that look at the document; None: none do.
+      looking: what looks at the document; None: the prompt is not one.
 
     Returns:
-      The states that leave the layer, their positions, states of what looks, and the cache.
+      The states that leave the layer, their positions, what looks, and the cache.
     """
-    cache = states_or_cache
+    (block, transform, size, attention, last), cache = how, into
     if size is not None:
-        cache = new_cache(transform, size, attention, states_or_cache)
-        cache = begin(cache, empty=True, document=document)
+        cache = new_cache(transform, size, attention, into)
+        cache = begin(cache, empty=True, document=looking is not None)
     if rows is not None:
-        cache = take_rows(states_or_cache, rows)
-    if document and size is None:
+        cache = take_rows(into, rows)
+    if looking is not None and size is None:
         cache = begin_document(cache)
-    mesh, x_looking = mesh_of_cache(cache), None
-    ends = last and pieces is None
+    mesh, ends = mesh_of_cache(cache), last and not looking
     x, cache = block(layer_params, x, positions, cache, layer=transform, phase="prompt", last=ends)
-    if pieces is not None:
+    if looking:
 
-        def look(reading: Cache, piece: tuple[Array, Array]) -> tuple[Cache, Array]:
+        def look(reading: Cache, piece: Pieces) -> tuple[Cache, Array]:
             y, reading = block(
                 layer_params, *piece, reading, layer=transform, phase="probe", last=False
             )
             return reading, y
 
-        cache, x_looking = _by_piece(look, before_look(cache), pieces)
-        x_looking = by_rows(x_looking, mesh)
+        (pieces,) = looking
+        cache, y = _by_piece(look, before_look(cache), pieces)
+        looking = (pieces._replace(tokens=by_rows(y, mesh)),)
         cache = complete(cache) if last else cache
     if drops_tokens(transform, cache):
         # A method such as PyramidInfer passes on only the tokens that it keeps in this layer.
         x, positions = pass_on(x, positions, kept_tokens(cache))
     if rows is not None:
-        cache = put_rows(states_or_cache, rows, cache)
-    return by_rows(x, mesh), by_rows(positions, mesh), x_looking, placed(cache)
+        cache = put_rows(into, rows, cache)
+    return by_rows(x, mesh), by_rows(positions, mesh), looking, placed(cache)
 
 
 def _by_piece(
@@ -390,43 +391,38 @@ def _last_logits(
     return by_rows(head(params, states_at(x, positions, newest))[:, -1], mesh)
 
 
-@compiled(static_argnums=(0, 1, 2, 3), donate_argnums=7)
+@compiled(static_argnums=(0, 1, 2), donate_argnums=5)
 def _read_whole(
     layers: tuple[KVTransform, ...],
     size: CacheSize | None,
     last: bool,
-    document: bool,
     model: FunctionalModel,
-    tokens: Array,
-    positions: Array,
-    states_or_caches: tuple,
-    rows: Int[Array, " B"] | None = None,
-    pieces: Pieces | None = None,
+    group: Group,
+    into: tuple,
 ) -> tuple[Float[Array, "B V"], tuple[Cache, ...]]:
-    """Reads a prompt through all layers in one call; `size` and `rows` as in `_read_layer`.
+    """Reads a prompt through all layers in one call; `into` as in `_read_layer`, of all layers.
 
     All layers hold the whole prompt until all that looks at it has been read.
 
     Returns:
       The logits of each row's last token, and the caches.
     """
-    caches = states_or_caches
+    (rows, tokens, positions, looking), caches = group, into
     if size is not None:
         caches = tuple(
             new_cache(transform, size, model.attention(layer), states)
-            for layer, (transform, states) in enumerate(zip(layers, states_or_caches, strict=True))
+            for layer, (transform, states) in enumerate(zip(layers, into, strict=True))
         )
-        caches = begin(caches, empty=True, document=document)
+        caches = begin(caches, empty=True, document=looking is not None)
     if rows is not None:
-        caches = take_rows(states_or_caches, rows)
-    if document and size is None:
+        caches = take_rows(into, rows)
+    if looking is not None and size is None:
         caches = tuple(map(begin_document, caches))
     logits, caches = model.apply(
-        model.params, tokens, positions, caches,
-        layers=layers, phase="prompt", last=last and pieces is None,
-        logits_at=positions.argmax(-1)[:, None],
+        model.params, tokens, positions, caches, layers=layers, phase="prompt",
+        last=last and not looking, logits_at=positions.argmax(-1)[:, None],
     )  # fmt: skip
-    if pieces is not None:
+    if looking:
 
         def look(readings: tuple[Cache, ...], piece: Pieces) -> tuple[tuple[Cache, ...], Array]:
             ignored, readings = model.apply(
@@ -435,8 +431,8 @@ def _read_whole(
             )  # fmt: skip
             return readings, ignored[:, :0]
 
-        caches, _ = _by_piece(look, before_look(caches), pieces)
+        caches, _ = _by_piece(look, before_look(caches), *looking)
         caches = tuple(map(complete, caches)) if last else caches
     if rows is not None:
-        caches = put_rows(states_or_caches, rows, caches)
+        caches = put_rows(into, rows, caches)
     return by_rows(logits[:, -1], mesh_of_cache(caches[0])), tuple(map(placed, caches))

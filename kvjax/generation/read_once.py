@@ -22,7 +22,7 @@ from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.new_caches import CacheSize, states_of_layers
 from kvjax.generation.observe import Observe, compress_layer, reads_alone
 from kvjax.generation.prompt_checks import as_rows
-from kvjax.generation.turns import first_turn
+from kvjax.generation.turns import Start, first_turn
 from kvjax.protocol import KVTransform, Needs
 from kvjax.registry import as_transform
 
@@ -88,17 +88,15 @@ class ReadOnce:
         widths, self._size = size_to_read(
             self._model, prompts, methods, max_prompt, max_new, max_length, dtype, buckets
         )
-        self._compiler = Compiler(on_compile)
+        self._compiler = Compiler(on_compile, on_layer)
         self._observed: Context | None = None
         needs = [self._needs(tx) for tx in methods if not self._reads_alone(tx)]
         if needs:
             observe = Observe(functools.reduce(Needs.union, needs))
             size = self._size._replace(max_new=0)  # nothing is written into the observed caches
             layers = (observe,) * self._model.num_layers
-            observed = first_turn(
-                self._model, prompts, widths, observe, layers, size, self._compiler, on_layer,
-                last=False, document=document,
-            )  # fmt: skip
+            start = Start(observe, layers, size, widths)
+            observed = first_turn(self._model, prompts, start, self._compiler, document, last=False)
             fingerprint = Fingerprint.of(self._model)
             self._observed = dataclasses.replace(observed, fingerprint=fingerprint)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
 from kvjax.attention.flush import flush, flush_interval
@@ -19,10 +19,9 @@ from kvjax.generation.compiler import Compiler, Programs, Tracer
 from kvjax.generation.context import Context
 from kvjax.generation.documents import (
     Document,
-    Pieces,
     check_document,
-    pieces_of,
     probe_of,
+    with_looking,
     words_of,
 )
 from kvjax.generation.groups import Group, grouped
@@ -48,34 +47,44 @@ def flush_all(caches: tuple[Cache, ...], interval: int) -> tuple[Cache, ...]:
     return tuple(_flush_layer(cache, interval) for cache in caches)
 
 
+class Start(NamedTuple):
+    """What first prompts are read into.
+
+    Args:
+      transform: of all layers.
+      layers: the transform of each layer, bound to it.
+      size: of the caches.
+      widths: the length that each prompt would be padded to alone.
+    """
+
+    transform: KVTransform
+    layers: tuple[KVTransform, ...]
+    size: CacheSize
+    widths: Sequence[int]
+
+
 def first_turn(
     model: FunctionalModel,
     prompts: Sequence[Sequence[int]],
-    widths: Sequence[int],
-    transform: KVTransform,
-    layers: tuple[KVTransform, ...],
-    size: CacheSize,
+    start: Start,
     compiler: Compiler,
-    on_layer: Callable[[int], None] | None,
-    last: bool = True,
     document: Document | None = None,
+    last: bool = True,
     then: Then | None = None,
 ) -> Context:
     """Makes a context of new caches that hold these prompts.
 
     Args:
-      widths: the length that each prompt would be padded to alone.
-      last: whether the caches are compressed; else they are readings, as in `attend`.
       document: as in `generate`; None: they are.
+      last: whether the caches are compressed; else they are readings, as in `attend`.
       then: as in `read_prompt`.
     """
+    transform, layers, size, widths = start
     groups = grouped(prompts, widths, layers, size.mesh)
     length = np.array([len(prompt) for prompt in prompts], np.int32)
     document = True if document is None else document
-    looking = _looking(model, layers, groups, prompts, length, size.mesh, document)
-    logits, caches = read_prompt(
-        model, layers, groups, size, compiler, on_layer, last, looking, then
-    )
+    groups = _looked_at(groups, prompts, length, document, model, layers)
+    logits, caches = read_prompt(model, layers, groups, size, compiler, last, then)
     return Context(
         caches=caches,
         logits=logits,
@@ -92,12 +101,15 @@ def first_turn(
     )
 
 
-def _looking(
-    model: FunctionalModel, layers: tuple[KVTransform, ...], groups: Sequence[Group],
-    prompts: Sequence[Sequence[int]], length: Int[np.ndarray, " B"], mesh: Mesh | None,
+def _looked_at(
+    groups: list[Group],
+    prompts: Sequence[Sequence[int]],
+    length: Int[np.ndarray, " B"],
     document: Document,
-) -> Sequence[Pieces | None] | None:  # fmt: skip
-    """Makes the tokens that look at each group's documents; None: no probe looks at prompts.
+    model: FunctionalModel,
+    layers: tuple[KVTransform, ...],
+) -> list[Group]:
+    """Returns the groups with what looks at their prompts, if these are documents.
 
     Args:
       length: tokens of each row with its prompt.
@@ -105,10 +117,10 @@ def _looking(
     check_document(document)
     probe = probe_of(layers) if document else None
     if probe is None:
-        return None
+        return groups
     longest = max(int(length[row]) for row, prompt in enumerate(prompts) if len(prompt))
     asking = Asking(model, words_of(document), longest)
-    return [pieces_of(probe, asking, group, prompts, length, mesh) for group in groups]
+    return with_looking(groups, prompts, length, probe, asking)
 
 
 def _tokens_of(prompts: Rows, vocab_size: int) -> Bool[np.ndarray, "B V"]:
@@ -125,9 +137,8 @@ def further_turn(
     prompts: Rows,
     buckets: Sequence[int] | None,
     compiler: Compiler,
-    on_layer: Callable[[int], None] | None,
-    last: bool = True,
     document: Document | None = None,
+    last: bool = True,
     then: Then | None = None,
 ) -> Context:
     """Reads one more prompt of each row that has one, into the caches of a context.
@@ -137,8 +148,8 @@ def further_turn(
 
     Args:
       prompts: one per row; None: the row takes no part.
-      last: whether the caches are compressed; else they are readings of all rows, as in `attend`.
       document: as in `generate`; None: they are not, but questions.
+      last: whether the caches are compressed; else they are readings of all rows, as in `attend`.
       then: as in `read_prompt`.
     """
     rows = [np.asarray(row or (), np.int32) for row in prompts]
@@ -147,7 +158,7 @@ def further_turn(
     length, mesh = np.asarray(context.length), context.size.mesh
     groups = grouped(rows, widths, context.layers, mesh, length)
     active = count > 0
-    looking = _looking(model, context.layers, groups, rows, length + count, mesh, document or False)
+    groups = _looked_at(groups, rows, length + count, document or False, model, context.layers)
 
     # A prompt's end is a flush of its rows. Rows without a prompt have not been flushed then, and
     # steps are counted for all rows together.
@@ -160,9 +171,8 @@ def further_turn(
             then(tracer, logits, caches)
 
     logits, caches = read_prompt(
-        model, context.layers, groups, context.caches, compiler, on_layer, last, looking,
-        flush_and_then,
-    )  # fmt: skip
+        model, context.layers, groups, context.caches, compiler, last, flush_and_then
+    )
     if interval is not None:
         compile_flush(compiler, caches, interval)
         caches = flush_all(caches, interval)

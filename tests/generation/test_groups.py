@@ -52,7 +52,7 @@ def shapes(monkeypatch):
         lower, trace = read_layer.lower, read_layer.trace
 
         def __call__(self, *args):
-            found.append(args[6].shape[:2])
+            found.append(args[4].shape[:2])
             return read_layer(*args)
 
     monkeypatch.setattr(prompt_pass, "_read_layer", Watched())

@@ -15,7 +15,7 @@ from kvjax.generation.compiler import Compiler
 from kvjax.generation.model import as_functional
 from kvjax.generation.prompt_pass import CacheSize
 from kvjax.generation.read_once import Observe
-from kvjax.generation.turns import first_turn
+from kvjax.generation.turns import Start, first_turn
 from kvjax.models import DecoderConfig, LayerConfig, RopeConfig, random_decoder
 from kvjax.protocol import Asking, Needs
 from kvjax.transforms.kvzip.repetition import Repetition
@@ -55,9 +55,8 @@ def whole_pass(name: str, ids: list[int]):
     observe = Observe(Needs(query_window=width))
     size = CacheSize.of(functional, 1, width, 0, np.float32, width)
     layers = (observe,) * functional.num_layers
-    context = first_turn(
-        functional, [ids], [width], observe, layers, size, Compiler(), on_layer=None, last=False
-    )
+    start = Start(observe, layers, size, [width])
+    context = first_turn(functional, [ids], start, Compiler(), last=False)
     for reading in context.caches:
         assert reading.kv.position[0, 0, :width].tolist() == list(range(width))
         stored = reading.kv.k, reading.kv.v

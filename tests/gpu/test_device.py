@@ -19,7 +19,7 @@ import kvjax
 from kvjax.generation import decode_loop
 from kvjax.generation.model import as_functional
 from kvjax.generation.new_caches import CacheSize, states_of
-from kvjax.generation.prompt_pass import _read_layer, cache_shapes
+from kvjax.generation.prompt_pass import LayerPass, _read_layer, cache_shapes
 from kvjax.models import abstract_decoder
 from kvjax.models.shapes import shape_config
 from kvjax.storage.offload.payload import HOST_MEMORY, memory_kinds
@@ -283,14 +283,13 @@ def test_whole_models_lower_for_cuda(device, monkeypatch, method):
     if "kvzip" in method:
         return  # its prompts are read together with what looks at them
     one, layer = size._replace(batch=1), layers[-1]
-    read = functools.partial(
-        _read_layer, model.parts.blocks[-1], layer, one, model.attention(2), True
-    )
+    how = LayerPass(model.parts.blocks[-1], layer, one, model.attention(2), last=True)
+    read = functools.partial(_read_layer, how)
     x = jax.ShapeDtypeStruct((1, 131_072, config.hidden_size), "bfloat16")
     positions = jax.ShapeDtypeStruct((1, 131_072), "int32")
     states = jax.eval_shape(functools.partial(states_of, layer, one, 2))
     parameters = list(model.parts.split(model.params))[-1]
-    assert KERNEL in lower_for_cuda(read, parameters, x, positions, states)
+    assert KERNEL in lower_for_cuda(read, parameters, states, None, x, positions)
 
 
 @pytest.mark.slow

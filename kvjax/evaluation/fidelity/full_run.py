@@ -112,7 +112,7 @@ class FullRun:
         self.turns: tuple[Turn, ...] | None = None
         if questions is not None:
             context = further_turn(
-                model, context, questions, [question_length], Compiler(), None, last=False
+                model, context, questions, [question_length], Compiler(), last=False
             )
             self.turns = tuple(map(_turn, context.caches))
             context = dataclasses.replace(context, caches=_compressed(context.caches))
