@@ -20,7 +20,7 @@ import numpy as np
 
 import kvjax
 from kvjax.attention.rows import copied
-from kvjax.cli.opened import profile_sample
+from kvjax.cli.opened import kept_sample
 from kvjax.cli.plan_command import looked_up_bytes
 from kvjax.evaluation.memory import free_memory
 from kvjax.evaluation.speed.machine import measure_machine
@@ -230,7 +230,7 @@ def model_times(variable: str, method: str, tokens: int, tiny: bool) -> dict[str
     model, tokenizer, text = named_model(variable, tiny)
     repetition, made = kvjax.Repetition.of(tokenizer), []
     transform = kvjax.calibrated(
-        kvjax.parse(method), model, profile_sample(tokenizer, model.config.max_positions),
+        kvjax.parse(method), model, kept_sample(tokenizer, model.config.max_positions),
         repetition=repetition, on_made=lambda method, seconds: made.append(seconds),
     )  # fmt: skip
     prompt = np.resize(text, tokens).tolist()

@@ -21,6 +21,7 @@ from common import Rows
 
 import kvjax
 from kvjax.budgets.profile import shares
+from kvjax.generation.calibration import measured
 from kvjax.models import demo, from_pretrained, load_tokenizer
 
 TOKENS = 1024  # of a piece
@@ -45,8 +46,7 @@ def main() -> None:
         ids = tokenizer(text[: 16 * (start + tokens)]).input_ids[start : start + tokens]
         if len(ids) < tokens:
             raise ValueError(f"the text must have {start + tokens} tokens")
-        by_head = kvjax.ByHead(kvjax.KVzip(0.5))
-        profile = kvjax.calibrated(by_head, model, [ids], repetition=repetition).profile
+        profile = measured(kvjax.ByHead(kvjax.KVzip(0.5)), model, [ids], repetition)
         return shares(profile.table, args.budget, 0.0).ravel()
 
     text, other = (Path(path).read_text(encoding="utf-8") for path in (args.text, args.other))

@@ -316,8 +316,9 @@ def _with_stand_ins(transform: KVTransform, model: FunctionalModel) -> KVTransfo
     transform = with_named(transform, model, weights=False)
 
     def stand_in(method: KVTransform, heads: MethodHeads) -> KVTransform:
-        lacks = isinstance(method, Learner) and method.lacks_calibration
-        return method.planned(model) if lacks else method
+        if isinstance(method, Learner) and method.lacks_calibration:
+            return method.planned(model)
+        return method
 
     return map_methods(stand_in, transform)
 
