@@ -166,4 +166,4 @@ def test_a_profile_is_made_in_shares():
     for layer in range(30):
         on_layer(layer % 24)
     text = shown(display, 60)
-    assert "measuring heads, once per model: text 2 of 3, layer 6 of 24" in text and "42%" in text
+    assert "measuring the model: text 2 of 3, layer 6 of 24" in text and "42%" in text

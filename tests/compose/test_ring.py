@@ -188,5 +188,5 @@ def test_bad_windows_of_layers(windows, max_tokens, error, message):
 
 def test_a_wrong_calibration_is_seen_in_models_of_rings_alone():
     found = kvjax.InfiniGenCalibration(np.ones((5, 2, 8, 3)))
-    with pytest.raises(ValueError, match="a calibration for another model"):
+    with pytest.raises(ValueError, match="is of another model: it has 5 layers"):
         bound(InfiniGen(calibration=found), (8, 8, 8))

@@ -64,7 +64,7 @@ def test_a_profile_with_another_content(run, folder, tmp_path):
 
 def test_a_profile_that_is_not_there_is_refused_first(command, measured, capsys, tmp_path):
     assert command(**SMALL, methods="by_head(kvzip, profile='nowhere')") == 2
-    assert "there is no profile of heads at nowhere" in capsys.readouterr().err
+    assert "there is no HeadProfile at nowhere" in capsys.readouterr().err
     assert not measured and not (tmp_path / "out").exists()
 
 
