@@ -305,7 +305,9 @@ KNOWN = kvjax.registry.METHODS | kvjax.registry.WRAPPERS | kvjax.registry.STORAG
 WRONG = (
     "()", "[]", "{1}", "{'a': 1}", "None", "'x'", "b'x'", "...", "1j", "1e400", "9" * 30, "-1",
 )  # fmt: skip
-OF_TYPE = {"None": "None", "tuple": "()", "float": "9" * 30}  # what a type allows
+OF_TYPE = {  # what a type allows
+    "None": "None", "tuple": "()", "float": "9" * 30, "| str": "'x'",
+}  # fmt: skip
 # Values of what has no default.
 REQUIRED = {"budget": 128, "steps": 4, "room": 4, "window": 32, "representatives": 4}
 
