@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.attention.layer import layer_caches
 from kvjax.registry import METHODS
 from kvjax.serialization import from_json, to_json
 from tests.generation.test_generate import RAGGED, model
@@ -106,6 +107,12 @@ def test_the_gate_is_saved_in_a_composition_and_found_by_its_path(names, tmp_pat
     loaded = kvjax.load_context(tmp_path / "context", model())
     assert loaded.transform == tx
     same_arrays(loaded, context)
+    answer = kvjax.generate(model(), [[5, 9, 2]], context=loaded, max_new_tokens=3)
+    assert answer.dropped == 0
+    length = len(RAGGED[0])
+    for part in layer_caches(answer.context.caches):  # the question is no document, and stays whole
+        kept = np.asarray(part.kv.position)
+        assert all((kept == at).any(-1).all() for at in range(length, length + 6))
     path = str(tmp_path / "gate")
     kvjax.save_calibration(path, by_head.base, model())
     assert kvjax.load_calibration(path, model()) == by_head.base.gate
