@@ -170,7 +170,7 @@ def _read_by_layer(
         return tuple(pieces._replace(tokens=embedded(pieces)) for pieces in group.looking)
 
     # For the next layer: states of a prompt, their positions, and what looks at it.
-    passing = [(embedded(group), group.positions, looking(group)) for group in groups]
+    passing: list[Any] = [(embedded(group), group.positions, looking(group)) for group in groups]
     new_caches = []
     for layer, layer_params in enumerate(params):
         transform, observer = layers[layer], observers[layer]
