@@ -176,7 +176,7 @@ class Counts(PromptBudget):
 
     def on_prompt(self, cache, state, step):
         count = step.of_rows(state.count + 1, state.count)
-        decision = Keep(self.rows_budget(cache, state.table), None)
+        decision = Keep(self.rows_budget(cache, state.table), None, newest_first=True)
         return decision, Prompts(count, state.table)
 
 kvjax.register("counts", Counts)

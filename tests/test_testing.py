@@ -110,9 +110,8 @@ class RoundsAgain:
     def encode(self, values, k, v, slots):
         return RoundsAgain(k * 0.9999), RoundsAgain(v * 0.9999)
 
-    def attention(self, values, q, seen, positions, *, index=None, **options):
-        dense = Dense(self.data), Dense(values.data)
-        return dense[0].attention(dense[1], q, seen, positions, index=index, **options)
+    def attention(self, values, queries, seen, mask, **options):
+        return Dense(self.data).attention(Dense(values.data), queries, seen, mask, **options)
 
 
 class RoundsIdleRows(kvjax.KVTransform):

@@ -133,13 +133,13 @@ def test_turns_and_answers_are_those_of_one_prompt(kind):
 def test_what_was_asked_for_decides_and_not_its_padding(monkeypatch):
     """Short factors up to the original context, whatever the caches have room for."""
     seen = []
-    begin = decode_loop.begin
+    first_turn = decode_loop.first_turn
 
-    def spy(*args, **options):
-        seen.append(args[5])
-        return begin(*args, **options)
+    def spy(model, prompts, start, *args, **options):
+        seen.append(start.size)
+        return first_turn(model, prompts, start, *args, **options)
 
-    monkeypatch.setattr(decode_loop, "begin", spy)
+    monkeypatch.setattr(decode_loop, "first_turn", spy)
     for new in (4, 5):
         kvjax.generate(model(), [IDS[:12], IDS[:3]], max_new_tokens=new)
     assert [size.max_length for size in seen] == [1, ORIGINAL + 1]
