@@ -100,9 +100,9 @@ plt.show()
 #
 # ## Four caches, eight questions
 #
-# `kvjax.read` reads the document and its repetition, layer by layer; the tokenizer gives it words to
-# ask for that ("Repeat the previous context exactly."). The questions come afterwards,
-# all of them in one batch. `ByHead` stores the heads of a layer in rectangles of unequal length, so
+# `kvjax.read` reads the document and its repetition, layer by layer; the tokenizer gives it words
+# to ask for that ("Repeat the previous context exactly."). The questions come afterwards, all of
+# them in one batch. `ByHead` stores the heads of a layer in rectangles of unequal length, so
 # that bytes are really saved. `room` is that for questions and answers between turns.
 
 # %%

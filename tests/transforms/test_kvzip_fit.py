@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.attention.layer import SAMPLE, QuerySample
 from kvjax.budgets.heads import HeadShares
 from kvjax.transforms.kvzip import fit as fit_module
 from kvjax.transforms.kvzip.kvzip import MOST_FITTED
+from kvjax.transforms.kvzip.repetition import SAMPLE, QuerySample
 from tests.references import attention_matching as reference
 from tests.references.attention import softmax_attention
 from tests.support.attending import attend, new_cache, slots_of
@@ -220,7 +220,11 @@ def test_queries_are_those_of_every_nth_token(most_tokens):
     """Whatever calls the tokens come in, padded anywhere, and in rows of any length."""
     rng = np.random.default_rng(0)
     add = jax.jit(QuerySample.add)
-    sample, size = QuerySample.empty(3, 2, most_tokens, 4, jnp.float32), min(SAMPLE, most_tokens)
+    cache = kvjax.init_cache(
+        kvjax.Full(), batch=3, kv_heads=2, head_dim=4, max_prompt=most_tokens, max_new=0,
+        dtype=jnp.float32,
+    )  # fmt: skip
+    sample, size = QuerySample.empty(cache.kv), min(SAMPLE, most_tokens)
     seen = [([], []) for _ in range(3)]
     for width in (90, 1, 2800, 3600, 900):
         q = rng.normal(size=(3, 2, width, 4)).astype(np.float32)
