@@ -42,6 +42,8 @@ def worker(model_folder: str, text: str, method: str, budget: float, tokens: int
     class Watched:
         """The compiled function of a layer, and what XLA says of each that is compiled."""
 
+        trace = read_layer.trace
+
         def lower(self, *args):
             lowered = read_layer.lower(*args)
             memory = lowered.compile().memory_analysis()
