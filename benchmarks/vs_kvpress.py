@@ -920,7 +920,7 @@ def main() -> None:
 
 
 def make_start(args: argparse.Namespace, folder: Path) -> Start:
-    """What starts a side; from here on, `folder` is the working directory.
+    """Holds what starts a side; from here on, `folder` is the working directory.
 
     Names of profiles stand in the methods of both sides, and so have no folder.
     """

@@ -1,4 +1,4 @@
-"""What methods learn from a model: numbers measured once, on sample text, and kept as a value."""
+"""Defines what methods learn from a model: values that are measured once, on sample text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a method learns from its model, as a value; the method is a `Learner`.
+    """Holds what a method, a `Learner`, learns from its model.
 
     A subclass is a frozen dataclass. Its fields are NumPy arrays `[layers, KV heads, ...]`, and
     numbers, texts and tuples of them. Arrays are copied and cannot be changed; those of floats are

@@ -171,7 +171,7 @@ class Extent:
 
 
 class Asking(NamedTuple):
-    """What a probe may use to make the tokens that look at documents, on the host.
+    """Holds what a probe may use to make the tokens that look at documents, on the host.
 
     Args:
       model: the `FunctionalModel` that reads the documents.
@@ -185,7 +185,7 @@ class Asking(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What entered a layer with some tokens.
+    """Holds what entered a layer with some tokens.
 
     Args:
       states: what its queries, keys and values are projections of, `[B, T, C]`.
@@ -472,7 +472,7 @@ class Step:
 
     @property
     def record(self) -> Record | None:
-        """What the method's probe has noted of a document, for `Needs.probe`.
+        """Record of what the method's probe has noted of a document, for `Needs.probe`.
 
         It is None for prompts that are not documents, such as questions, and at other moments.
         """

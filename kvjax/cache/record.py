@@ -17,7 +17,7 @@ from kvjax.serialization import pytree_node
 @pytree_node
 @dataclass(frozen=True)
 class Record:
-    """What a `Probe` notes of a document. It is gone when the prompt has been compressed.
+    """Holds what a `Probe` notes of a document. It is gone when the prompt has been compressed.
 
     Head groups, meshes and padding treat arrays by their axes, and know nothing else of them.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
@@ -197,6 +198,11 @@ class HeadGroups(KVTransform):
 def by_head_groups(layer: KVTransform) -> tuple[KVTransform, ...]:
     """Returns the transforms of a bound layer's head groups, or the one of all its heads."""
     return tuple(tx for _, tx in layer.groups) if isinstance(layer, HeadGroups) else (layer,)
+
+
+def needs_of(layer: KVTransform) -> Needs:
+    """Returns what a bound layer's transform needs, or those of its head groups together."""
+    return functools.reduce(Needs.union, (part.needs for part in by_head_groups(layer)))
 
 
 def map_head_groups(

@@ -9,9 +9,10 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.compose.wrappers import by_head_groups
+from kvjax.compose.wrappers import needs_of
 from kvjax.devices import mesh_of, put_by_rows
 from kvjax.generation.groups import Group, Pieces
+from kvjax.generation.model import FunctionalModel
 from kvjax.messages import brief
 from kvjax.protocol import Asking, KVTransform, Needs, Probe
 
@@ -47,24 +48,29 @@ def probe_of(layers: Sequence[KVTransform]) -> Probe | None:
     Raises:
       ValueError: layers have probes that do not go together.
     """
-    needs = {tx.needs for layer in set(layers) for tx in by_head_groups(layer)}
-    return functools.reduce(Needs.union, needs, Needs()).probe
+    return functools.reduce(Needs.union, map(needs_of, set(layers)), Needs()).probe
 
 
-def with_looking(
-    groups: Sequence[Group],
+def looked_at(
+    groups: list[Group],
     prompts: Sequence[Sequence[int]],
     length: Int[np.ndarray, " B"],
-    probe: Probe,
-    asking: Asking,
+    document: Document,
+    model: FunctionalModel,
+    layers: tuple[KVTransform, ...],
 ) -> list[Group]:
-    """Returns groups of documents with the tokens that look at them.
+    """Returns the groups with the tokens that look at their prompts, if these are documents.
 
     Args:
       prompts: of all rows.
-      length: tokens of each row with its document.
+      length: tokens of each row with its prompt.
     """
-    mesh = mesh_of(asking.model.params)
+    check_document(document)
+    probe = probe_of(layers) if document else None
+    if probe is None:
+        return groups
+    longest = max(int(length[row]) for row, prompt in enumerate(prompts) if len(prompt))
+    asking, mesh = Asking(model, words_of(document), longest), mesh_of(model.params)
 
     def looking(group: Group) -> tuple[Pieces, ...]:
         rows = list(range(len(prompts)) if group.rows is None else group.rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ from kvjax.attention.layer import Cache, LayerCache, Reading, layer_caches, map_
 from kvjax.attention.parts import placement_of
 from kvjax.attention.prompt import compress, of_heads, read_for
 from kvjax.compiled_code import compiled
-from kvjax.compose.wrappers import HeadGroups, by_head_groups
+from kvjax.compose.wrappers import HeadGroups, by_head_groups, needs_of
 from kvjax.generation.compiler import Programs
 from kvjax.generation.new_caches import CacheSize, new_cache
 from kvjax.protocol import AttentionOptions, Extent, KVTransform, Needs
@@ -32,7 +31,7 @@ class Observe(KVTransform):
     @classmethod
     def of(cls, layer: KVTransform) -> Observe:
         """Returns what reads a prompt for the transform of a layer, to be compressed later."""
-        needs = _needs(layer)
+        needs = needs_of(layer)
         return cls(
             Needs(  # without what decode steps need
                 accumulated_attention=needs.accumulated_attention,
@@ -108,14 +107,9 @@ def decides_for_all(transform: KVTransform, document: bool) -> bool:
     """
     if not isinstance(transform, HeadGroups) or transform.whole is None:
         return False
-    needs = _needs(transform)
+    needs = needs_of(transform)
     fits = document and needs.writes_values
     return not (fits or needs.unrotated_keys or needs.unfold)
-
-
-def _needs(layer: KVTransform) -> Needs:
-    """Returns what a layer's transform needs, or those of its head groups together."""
-    return functools.reduce(Needs.union, (part.needs for part in by_head_groups(layer)))
 
 
 def slots_together(

@@ -46,7 +46,7 @@ LONG_PROMPT = 2048
 
 
 class LayerPass(NamedTuple):
-    """How a layer reads a prompt: static in compiled code, and equal for layers that are alike.
+    """Says how a layer reads a prompt: static in compiled code, and equal for layers alike.
 
     Args:
       block: the layer's block, as in `ModelParts`.
@@ -64,7 +64,7 @@ class LayerPass(NamedTuple):
 
 
 class Into(NamedTuple):
-    """What a group's prompts are read into.
+    """Names what a group's prompts are read into.
 
     Args:
       size: of new caches; None: there are caches.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool
 
 from kvjax.attention.flush import flush, flush_interval
 from kvjax.attention.layer import Cache
@@ -17,19 +17,13 @@ from kvjax.compiled_code import compiled
 from kvjax.devices import put, put_by_rows
 from kvjax.generation.compiler import Compiler, Programs, Tracer
 from kvjax.generation.context import Context
-from kvjax.generation.documents import (
-    Document,
-    check_document,
-    probe_of,
-    with_looking,
-    words_of,
-)
-from kvjax.generation.groups import Group, grouped
+from kvjax.generation.documents import Document, looked_at
+from kvjax.generation.groups import grouped
 from kvjax.generation.model import FunctionalModel
 from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.prompt_checks import Rows, bucket
 from kvjax.generation.prompt_pass import Then, read_prompt
-from kvjax.protocol import Asking, KVTransform
+from kvjax.protocol import KVTransform
 
 # One layer at a time, so that layers whose caches are alike share the compiled code.
 _flush_layer = compiled(static_argnums=1, donate_argnums=0)(flush)
@@ -48,7 +42,7 @@ def flush_all(caches: tuple[Cache, ...], interval: int) -> tuple[Cache, ...]:
 
 
 class Start(NamedTuple):
-    """What first prompts are read into.
+    """Names what first prompts are read into.
 
     Args:
       transform: of all layers.
@@ -83,7 +77,7 @@ def first_turn(
     groups = grouped(prompts, widths, layers, size.mesh)
     length = np.array([len(prompt) for prompt in prompts], np.int32)
     document = True if document is None else document
-    groups = _looked_at(groups, prompts, length, document, model, layers)
+    groups = looked_at(groups, prompts, length, document, model, layers)
     logits, caches = read_prompt(model, layers, groups, size, compiler, last, then)
     return Context(
         caches=caches,
@@ -99,28 +93,6 @@ def first_turn(
         size=size,
         windows=model.windows,
     )
-
-
-def _looked_at(
-    groups: list[Group],
-    prompts: Sequence[Sequence[int]],
-    length: Int[np.ndarray, " B"],
-    document: Document,
-    model: FunctionalModel,
-    layers: tuple[KVTransform, ...],
-) -> list[Group]:
-    """Returns the groups with what looks at their prompts, if these are documents.
-
-    Args:
-      length: tokens of each row with its prompt.
-    """
-    check_document(document)
-    probe = probe_of(layers) if document else None
-    if probe is None:
-        return groups
-    longest = max(int(length[row]) for row, prompt in enumerate(prompts) if len(prompt))
-    asking = Asking(model, words_of(document), longest)
-    return with_looking(groups, prompts, length, probe, asking)
 
 
 def _tokens_of(prompts: Rows, vocab_size: int) -> Bool[np.ndarray, "B V"]:
@@ -158,7 +130,7 @@ def further_turn(
     length, mesh = np.asarray(context.length), context.size.mesh
     groups = grouped(rows, widths, context.layers, mesh, length)
     active = count > 0
-    groups = _looked_at(groups, rows, length + count, document or False, model, context.layers)
+    groups = looked_at(groups, rows, length + count, document or False, model, context.layers)
 
     # A prompt's end is a flush of its rows. Rows without a prompt have not been flushed then, and
     # steps are counted for all rows together.

@@ -146,7 +146,7 @@ class DocumentBudget(PromptBudget):
         before = live & (mark > 0)
         if step.record is None:
             return Retain(before | self._newest_others(cache, live & (mark == 0))), state
-        new = live & (cache.position >= step.length_before[:, None, None])
+        new = document_slots(cache, step)
         tokens = cache.length - step.length_before  # T
         total = state.tokens + tokens  # D
         slots = self._slots(total, cache, state.table) - before.sum(-1)
@@ -189,6 +189,11 @@ class DocumentBudget(PromptBudget):
         """Returns the newest `room` of the tokens that are of no document."""
         room, age = jnp.full(cache.shape[:1], self.room), cache.position.astype(jnp.float32)
         return keep_best(age, others, cache.position, room)
+
+
+def document_slots(cache: KVCache, step: Step) -> Bool[Array, "B H S"]:
+    """Returns the slots of the tokens of a document that has just been read."""
+    return evictable(cache) & (cache.position >= step.length_before[:, None, None])
 
 
 def _importance(

@@ -66,7 +66,7 @@ class Tile:
 
 
 class Launch(NamedTuple):
-    """How a kernel for GPUs is started: its tile sizes, and whether it is interpreted."""
+    """Says how a kernel for GPUs is started: its tile sizes, and whether it is interpreted."""
 
     tile: Tile
     interpret: bool

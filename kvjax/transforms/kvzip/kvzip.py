@@ -13,12 +13,11 @@ from jaxtyping import Array, Bool, Float
 from kvjax.budgets.budgets import most_slots
 from kvjax.budgets.heads import HeadShares
 from kvjax.cache.payload import take_slots, write_slots
-from kvjax.cache.selection import evictable
 from kvjax.cache.slots import KVCache
 from kvjax.checks import check_count, check_flag
 from kvjax.decisions import Keep, Retain
 from kvjax.protocol import Card, Needs, Step
-from kvjax.transforms.document_budget import DocumentBudget
+from kvjax.transforms.document_budget import DocumentBudget, document_slots
 from kvjax.transforms.kvzip.fit import fit
 from kvjax.transforms.kvzip.repetition import QuerySample, Repetition
 from kvjax.transforms.pooling import check_kernel, pool
@@ -112,8 +111,7 @@ class KVzip(DocumentBudget):
         """Keeps the best tokens of a document, fitted or as they are, or all of another prompt."""
         decision, state = super().on_prompt(cache, state, step)
         if self.fit and isinstance(decision, Keep):
-            new = evictable(cache) & (cache.position >= step.length_before[:, None, None])
-            decision = self._fitted(decision, cache, step, new)
+            decision = self._fitted(decision, cache, step, document_slots(cache, step))
         return decision, state
 
     def scores(
