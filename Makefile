@@ -3,11 +3,12 @@
 PYTHON ?= $(firstword $(wildcard .venv/bin/python) python3)
 RESULTS = benchmarks/results
 
-.PHONY: quick test slow versions lint types docs notebooks wheel aot aot-tpu bench-decode bench-kernels device
+.PHONY: quick test slow exhaustive versions lint types docs notebooks wheel aot aot-tpu bench-decode bench-kernels device
 
 quick: ; $(PYTHON) -m pytest -m quick
 test: ; $(PYTHON) -m pytest
 slow: ; $(PYTHON) -m pytest -m slow
+exhaustive: ; $(PYTHON) -m pytest -m exhaustive
 # The fast tests on every pair of Python and JAX; PYTHONS=... and JAX=... choose some of them.
 versions: ; bash tests/on_versions.sh
 lint:

@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(items):
     """
     seen, files = set(), {"data_dir", "qwen", "gemma"}
     for item in items:
-        fast = not any(map(item.get_closest_marker, ("slow", "gpu")))
+        fast = not any(map(item.get_closest_marker, ("slow", "exhaustive", "gpu")))
         fast = fast and files.isdisjoint(item.fixturenames)
         if fast and item.path not in seen and _is_quick(item.path):
             seen.add(item.path)

@@ -82,7 +82,8 @@ def outputs(kind: str) -> list[np.ndarray]:
 without_switches = functools.cache(outputs)
 
 
-# Under the first two every kind of method, under each other switch the kinds that it may concern.
+# The kinds that a switch may concern; those that take long run before a release, as does every kind
+# under the first two.
 UNDER = {
     "x64": KINDS,
     "NaNs": KINDS,
@@ -95,9 +96,21 @@ UNDER = {
 }
 
 
+LONG = {
+    *((kind, "x64") for kind in ("evicts in steps", "shares", "places")),
+    *((kind, "NaNs") for kind in ("evicts in steps", "merges", "draws", "places")),
+    ("merges", "rbg"), ("places", "transfers"), ("places", "no jit"), ("shares", "no jit"),
+    ("encodes", "checks"), ("evicts", "precision"), ("merges", "precision"),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("kind", "switch"),
-    some_slow([(kind, switch) for switch in SWITCHES for kind in UNDER[switch]], ("draws", "rbg")),
+    some_slow(
+        [(kind, switch) for switch in SWITCHES for kind in UNDER[switch]],
+        ("draws", "rbg"),
+        exhaustive=LONG,
+    ),
 )
 def test_numbers_are_the_same_under_every_switch(kind, switch):
     """A method draws the same numbers with JAX's other generator and in 64 bits."""

@@ -27,7 +27,7 @@ from tests.support.attending import (
     prompt,
     right,
 )
-from tests.support.cases import CASES, COVERING, selects
+from tests.support.cases import CASES, COVERING, EXHAUSTIVE, selects
 from tests.support.marks import slow, some_slow
 from tests.support.tolerances import close
 
@@ -70,7 +70,10 @@ def read_and_write(transform, dtype: str, **options):
 @pytest.mark.parametrize(
     ("name", "dtype", "implementation"),
     [
-        *some_slow([(name, "float32", "xla") for name in PATHS], *FAST),
+        *some_slow(
+            [(name, "float32", "xla") for name in PATHS], *FAST,
+            exhaustive=[(name, "float32", "xla") for name in EXHAUSTIVE],
+        ),
         ("full", "bfloat16", "xla"), ("quantize", "float32", "interpret"),
         *slow(
             ("quest", "float32", "interpret"), ("clusterkv", "float32", "interpret"),

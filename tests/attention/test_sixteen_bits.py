@@ -25,7 +25,7 @@ from tests.support.attending import (
     right,
     slots_of,
 )
-from tests.support.cases import BUDGET, CASES, COVERING, quantised
+from tests.support.cases import BUDGET, CASES, COVERING, EXHAUSTIVE, quantised
 from tests.support.marks import some_slow
 from tests.support.tolerances import roundings, within_roundings
 
@@ -104,7 +104,18 @@ DTYPES = ("bfloat16", "float16")
 QUICK = ("full", "bfloat16"), ("chelsea", "bfloat16"), ("quantize", "float16")
 
 
-@pytest.mark.parametrize(("name", "dtype"), some_slow(itertools.product(METHODS, DTYPES), *QUICK))
+# A name runs in one of the types in turn, and in the other one before a release.
+HALF = {
+    (name, dtype)
+    for number, name in enumerate(METHODS)
+    for dtype in (DTYPES if name in EXHAUSTIVE else DTYPES[number % 2 :][:1])
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    some_slow(itertools.product(METHODS, DTYPES), *QUICK, exhaustive=HALF),
+)
 def test_every_method(name, dtype):
     apart = compare(name, dtype)
     assert max(apart.values()) <= ENCODED.get(name, MOST), apart

@@ -15,8 +15,7 @@ from kvjax.generation.context_files import context_about
 from kvjax.generation.continuation import TextDecoder, new_text
 from kvjax.models import from_pretrained, load_tokenizer
 from tests.cli.commands import error, output
-from tests.support.cases import CASES
-from tests.support.marks import some_slow
+from tests.support.cases import CASES, names
 
 TEXT = "Once upon a time there was a girl named Lily. She had a red ball and a big dog. " * 4
 SAID = " Then Lily", " The dog", " One day"
@@ -72,7 +71,7 @@ def test_most_cases_can_be_written():
     assert len(METHODS) > 35
 
 
-@pytest.mark.parametrize("name", some_slow(METHODS, "quantize"))
+@pytest.mark.parametrize("name", names(METHODS, "quantize"))
 def test_a_saved_conversation_goes_on_as_if_it_had_not_ended(chat, new, tmp_path, name):
     options = *new, "--method", METHODS[name], "--max-prompt", "64"
     whole = chat("Once upon a time", *SAID, "/bytes", options=options)[0]
@@ -81,7 +80,7 @@ def test_a_saved_conversation_goes_on_as_if_it_had_not_ended(chat, new, tmp_path
     assert rest.count("\n") >= 3 and whole.endswith(rest)
 
 
-@pytest.mark.parametrize("name", some_slow(METHODS, "kvzip"))
+@pytest.mark.parametrize("name", names(METHODS, "kvzip"))
 def test_a_document_is_talked_about(chat, book, tmp_path, name):
     folder = book(METHODS[name])
     whole = chat(*SAID, "/bytes", options=(folder, "--max-new", "6"))[0]

@@ -28,6 +28,7 @@ from tests.compose.test_conformance import (
     tokens,
 )
 from tests.support.attending import Tokens, decode, flushed, new_cache, parts, prompt, right, run
+from tests.support.cases import EXHAUSTIVE
 from tests.support.marks import some_slow
 from tests.support.tolerances import close
 
@@ -41,7 +42,12 @@ def bad_numbers(chosen, infinite, *fast: str):
     cases = [(name, "nan") for name in chosen]
     cases += [(name, bad) for name in infinite for bad in ("inf", "-inf")]
     return pytest.mark.parametrize(
-        ("name", "bad"), some_slow(cases, *((name, "nan") for name in fast))
+        ("name", "bad"),
+        some_slow(
+            cases,
+            *((name, "nan") for name in fast),
+            exhaustive=[(name, "nan") for name in EXHAUSTIVE],
+        ),
     )
 
 

@@ -19,7 +19,7 @@ from kvjax.protocol import AttentionOptions
 from kvjax.storage.offload.payload import HOST_MEMORY, memory_kinds
 from tests.generation.test_generate import CONFIG, RAGGED, VOCAB, method, model
 from tests.support.attending import same_arrays
-from tests.support.cases import BUDGET, compositions, registered
+from tests.support.cases import BUDGET, compositions, names, registered
 from tests.support.marks import slow, some_slow
 
 STORED = {
@@ -193,9 +193,7 @@ def test_a_stream_may_be_stopped():
 OPTIONS = AttentionOptions(scale=0.5, window=9, soft_cap=None)
 
 
-@pytest.mark.parametrize(
-    "name", some_slow(LAYERED, "clusterkv", "full", "pyramidinfer", "spindlekv")
-)
+@pytest.mark.parametrize("name", names(LAYERED, "clusterkv", "full", "pyramidinfer", "spindlekv"))
 def test_layers_that_are_alike_differ_in_their_states_alone(name):
     """What the compiled layer makes for itself is what `init_cache` gives for each layer."""
     # Calibrations are those of three layers.

@@ -14,12 +14,14 @@ import pytest
 import kvjax
 from kvjax.generation import groups
 from kvjax.generation.model import as_functional
+from kvjax.models import random_decoder
 from kvjax.protocol import KVTransform
 from tests.generation import test_rings
 from tests.generation.test_context import LAYERED
-from tests.generation.test_generate import RAGGED, model
+from tests.generation.test_generate import CONFIG, RAGGED, model
 from tests.generation.test_heads_together import METHODS as BY_HEAD
 from tests.generation.test_observe import model as model_of_four_layers
+from tests.support.cases import names
 from tests.support.marks import some_slow
 from tests.support.words import Words
 
@@ -77,6 +79,12 @@ def last_raises(method: KVTransform) -> kvjax.PerLayer:
     return kvjax.PerLayer(LastRaises(method, next(numbers)))
 
 
+@functools.cache
+def model_of_three_layers():
+    """A random decoder with the layers that calibrations of the cases are of."""
+    return random_decoder(dataclasses.replace(CONFIG, num_layers=3), seed=3)
+
+
 def refused(language_model, context, prompts, message: str, **options) -> None:
     """Expects that a turn is refused, and that no array of the context has been given away."""
     options = {"max_new_tokens": 6, **options}
@@ -102,9 +110,13 @@ def goes_wrong(language_model, transform, prompts=TURN, **options) -> None:
     assert after.tokens == expected.tokens
 
 
-@pytest.mark.parametrize("name", some_slow(LAYERED, "full", "h2o"))
+# Budgets of heads that keep everything are too small for a cache of `SIZES`.
+WITHIN = [name for name in LAYERED if name != "outlier_heads"]
+
+
+@pytest.mark.parametrize("name", names(WITHIN, "full", "h2o"))
 def test_no_array_is_lost_whatever_the_other_layers_do(name):
-    goes_wrong(model(), LAYERED[name])
+    goes_wrong(model_of_three_layers(), LAYERED[name])
 
 
 def test_a_turn_of_fewer_rows_that_are_read_in_groups(monkeypatch):

@@ -22,6 +22,7 @@ from kvjax.models import from_pretrained, read_config
 from kvjax.models.families import FAMILIES
 from tests.models.family_cases import FULL, SLIDING
 from tests.support.hf_models import SIZES, Stepper, pytorch, random_model, reference_logits
+from tests.support.marks import some_slow
 from tests.support.tolerances import close
 
 LAYERS, PATTERNS = 6, {"gemma2", "gemma3_text", "smollm3", "olmo3"}  # layers of two kinds
@@ -191,12 +192,20 @@ def edits(family: str) -> dict[str, dict]:
     return {name: edit for name, edit in both.items() if name not in NOT_OF.get(family, ())}
 
 
-def compared(family: str) -> list[str]:
-    """Its own edits and six of those of all families, of which each is of some family."""
-    names = list(edits(family))
-    number, count = list(BASES).index(family), len(ALL)
-    turn = {name for place, name in enumerate(ALL) if (place + 6 * number) % count < 6}
-    return [name for name in names if name in OWN[family] or name in turn]
+def compared(family: str, number: int) -> list[str]:
+    """Edits of all families, so many for each family in turn, and its own ones."""
+    place_of_family, count = list(BASES).index(family), len(ALL)
+    turn = {
+        name
+        for place, name in enumerate(ALL)
+        if (place + number * place_of_family) % count < number
+    }
+    return [name for name in edits(family) if name in OWN[family] or name in turn]
+
+
+# Every edit of all families is compared for about two families, and for more before a release.
+COMPARED = {(family, name) for family in BASES for name in compared(family, 3)}
+MORE = {(family, name) for family in BASES for name in compared(family, 6)} - COMPARED
 
 
 REFUSED = {
@@ -290,10 +299,7 @@ def test_all_families_are_here():
     assert set(BASES) == set(FAMILIES) - {"chatglm"}  # whose format transformers does not have
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "name"), [(family, name) for family in BASES for name in compared(family)]
-)
+@pytest.mark.parametrize(("family", "name"), some_slow(sorted(COMPARED | MORE), exhaustive=MORE))
 def test_logits_of_an_edited_file(written, family, name):
     folder, count = written(family, edits(family)[name]), len(TOKENS)
     theirs = reference_logits(reference(folder), TOKENS, count)

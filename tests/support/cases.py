@@ -208,10 +208,22 @@ SLOW = {
 }  # fmt: skip
 
 
+# Compositions whose parts and ways to be joined are in other cases.
+EXHAUSTIVE = {
+    "cam_prompt", "chelsea_quantize", "clusterkv_per_query_head", "every", "every_kvcrush",
+    "float_h2o", "h2o_quantize", "h2o_quantize_token", "kvcrush_h2o", "kvmerger_quantize",
+    "per_layer", "pyramidinfer_paper", "quantize_quest", "quest_offload", "ring",
+    "snapkv_quantize", "spindlekv_unfold", "when_full",
+}  # fmt: skip
+
+
 def names(chosen: Iterable[str], *fast: str) -> list:
-    """Cases of which those named in `fast` are not slow, or else those that are not in SLOW."""
+    """Cases of which those named in `fast` are not slow, or else those that are not in SLOW.
+
+    Those in EXHAUSTIVE run before a release only, unless they are named in `fast`.
+    """
     chosen = list(chosen)
-    return some_slow(chosen, *(fast or set(chosen) - SLOW))
+    return some_slow(chosen, *(fast or set(chosen) - SLOW), exhaustive=EXHAUSTIVE)
 
 
 every_case = pytest.mark.parametrize("name", names(CASES))
