@@ -41,6 +41,7 @@ from tests.support.attending import (
     same_arrays,
 )
 from tests.support.cases import ARGUMENTS
+from tests.support.marks import some_slow
 
 ROOT = Path(__file__).parents[2]
 FAST = ("full", "h2o", "clusterkv", "quantize")
@@ -305,9 +306,11 @@ def of_beams(name: str) -> kvjax.KVTransform:
     return METHODS[name](**arguments)
 
 
+BEAMS = {"full", "h2o", "kvzip", "chelsea", "clusterkv", "spindlekv"}  # others before a release
+
+
 @pytest.mark.lenient
-@pytest.mark.parametrize("name", list(ARGUMENTS))
-@pytest.mark.slow
+@pytest.mark.parametrize("name", some_slow(ARGUMENTS, exhaustive={*ARGUMENTS} - BEAMS))
 def test_beams_are_rows_that_run_alone(name, beams):
     """Each text has the probability, and at its end the caches, that it has without a search."""
     weights = beams.random_weights()

@@ -14,6 +14,7 @@ from kvjax.cli.templates import Dialogue
 from kvjax.generation.context_files import context_about
 from kvjax.generation.continuation import TextDecoder, new_text
 from kvjax.models import from_pretrained, load_tokenizer
+from kvjax.registry import METHODS as REGISTRY
 from tests.cli.commands import error, output
 from tests.support.cases import CASES, names
 
@@ -80,7 +81,10 @@ def test_a_saved_conversation_goes_on_as_if_it_had_not_ended(chat, new, tmp_path
     assert rest.count("\n") >= 3 and whole.endswith(rest)
 
 
-@pytest.mark.parametrize("name", names(METHODS, "kvzip"))
+TALKED_ABOUT = [name for name in METHODS if name in REGISTRY or name == "quantize"]
+
+
+@pytest.mark.parametrize("name", names(TALKED_ABOUT, "kvzip"))
 def test_a_document_is_talked_about(chat, book, tmp_path, name):
     folder = book(METHODS[name])
     whole = chat(*SAID, "/bytes", options=(folder, "--max-new", "6"))[0]

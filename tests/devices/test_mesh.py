@@ -12,21 +12,20 @@ from kvjax.registry import METHODS as ALL
 from tests.conftest import QUICK, ROOT
 from tests.devices.many_devices import NEW
 
-# Options that draw, compare heads, or look at all of a row.
-OPTIONS = (
-    "kvzip(fit=True)", "pyramidinfer(budget=96)", "kvmerger(pivot='random')",
-    "quest(dense_layers=(), per_query_head=True)", "layer_budget(unfold=True)",
-    "spindlekv(unfold=True)", "every(pyramidinfer(budget=96, interval=None), steps=8)",
-    "when_full(snapkv, room=8)", "cam(snapkv, expected=False)", "kvcrush(h2o, pick='random')",
-    "kvcrush(snapkv, anchor='median')", "kvcrush(snapkv, anchor='mean', granularity=4)",
-    "kvcrush(snapkv, kmeans=True)", "quantize(bits=4, key_axis='channel')", "codebook",
-    "chain(snapkv, quantize)", "chain(clusterkv(dense_layers=()), offload)",
-    "chain(quest(dense_layers=(), per_query_head=True), offload)",
-)  # fmt: skip
 METHODS = (
     *(name + "(dense_layers=())" * hasattr(kind, "dense_layers") for name, kind in ALL.items()),
-    *OPTIONS,
-)
+    "kvzip(fit=True)", "cam(snapkv, expected=False)", "kvcrush(h2o, pick='random')",
+    "quantize(bits=4, key_axis='channel')", "chain(clusterkv(dense_layers=()), offload)",
+)  # fmt: skip
+# Further options that draw, compare heads, or look at all of a row.
+OPTIONS = (
+    "pyramidinfer(budget=96)", "kvmerger(pivot='random')",
+    "quest(dense_layers=(), per_query_head=True)", "layer_budget(unfold=True)",
+    "spindlekv(unfold=True)", "every(pyramidinfer(budget=96, interval=None), steps=8)",
+    "when_full(snapkv, room=8)", "kvcrush(snapkv, anchor='median')",
+    "kvcrush(snapkv, anchor='mean', granularity=4)", "kvcrush(snapkv, kmeans=True)", "codebook",
+    "chain(snapkv, quantize)", "chain(quest(dense_layers=(), per_query_head=True), offload)",
+)  # fmt: skip
 BOOKS = ("spindlekv", "codebook")  # each device makes whole books: it gets all heads' vectors
 
 
@@ -63,10 +62,16 @@ def check(found: dict, methods: tuple[str, ...]) -> None:
             assert moved < own["store"], (method, program, moved)
 
 
-@pytest.mark.slow
-def test_a_mesh_equals_one_device():
+@pytest.mark.parametrize(
+    "methods",
+    [
+        pytest.param(METHODS, id="methods", marks=pytest.mark.slow),
+        pytest.param(OPTIONS, id="options", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_mesh_equals_one_device(methods):
     """Token for token, and no program gathers or exchanges as much as one layer's keys."""
-    check(finished(start("many_devices", 8, *METHODS)), METHODS)
+    check(finished(start("many_devices", 8, *methods)), methods)
 
 
 @pytest.mark.slow

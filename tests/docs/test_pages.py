@@ -63,7 +63,7 @@ def test_blocks_of_methods_run(page, own_folder):
 
 
 @by_name(GUIDES, slow={page.stem for page in GUIDES} - {"composing"})
-def test_blocks_of_guides_run(page, own_folder):
+def test_blocks_of_guides_run(page, own_folder, optimised):
     names = run(page)
     if page.stem == "getting-started":
         answers = names["tokenizer"].batch_decode(names["full"].tokens + names["small"].tokens)

@@ -17,6 +17,7 @@ from tests.models.family_cases import LLAMAS, NAMED
 from tests.support.decoders import assert_equal
 from tests.support.hf_models import LENGTHS, SIZES, both_logits, reference_logits
 from tests.support.hf_models import save_reference as save
+from tests.support.marks import some_slow
 from tests.support.tolerances import close
 
 # Random models of transformers are computed with its own eager attention: the others leave out the
@@ -272,16 +273,13 @@ QUICK = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        pytest.param(family, name, marks=[pytest.mark.slow] * ((family, name) not in QUICK))
-        for family in NAMED
-        for name in (
-            FEW if family in ALIKE else (*kvjax.registry.METHODS, "reposition", "quantize")
-        )
-    ],
-)
+METHODS = (*kvjax.registry.METHODS, "reposition", "quantize")
+WRITES = [(family, name) for family in NAMED for name in (FEW if family in ALIKE else METHODS)]
+# Every method on a plain family and on one with windows; the rest runs before a release.
+BOTH = {pair for pair in WRITES if pair[0] in ("llama", "gemma3_text") or pair[1] in FEW}
+
+
+@pytest.mark.parametrize(("family", "name"), some_slow(WRITES, *QUICK, exhaustive={*WRITES} - BOTH))
 def test_every_method_writes_text(model_of, family, name):
     """The batch gives what its rows give alone, and a budget for everything changes nothing."""
     model, _ = model_of(family)
