@@ -99,7 +99,8 @@ UNDER = {
 LONG = {
     *((kind, "x64") for kind in ("evicts in steps", "shares", "places")),
     *((kind, "NaNs") for kind in ("evicts in steps", "merges", "draws", "places")),
-    ("merges", "rbg"), ("places", "transfers"), ("places", "no jit"), ("shares", "no jit"), ("recalls", "no jit"),
+    ("merges", "rbg"), ("places", "transfers"), ("places", "no jit"), ("shares", "no jit"),
+    ("recalls", "no jit"),
     ("encodes", "checks"), ("evicts", "precision"), ("merges", "precision"),
     ("recalls", "precision"),
 }  # fmt: skip
