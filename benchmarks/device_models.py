@@ -82,7 +82,7 @@ def transform_of(text: str, config: DecoderConfig) -> kvjax.KVTransform:
     steps = np.geomspace(1e-3, 1, PROFILE_STEPS)
     powers = np.linspace(0.5, 2, config.kv_heads)
     table = np.tile(steps ** powers[:, None], (config.num_layers, 1, 1))
-    return dataclasses.replace(transform, profile=kvjax.HeadProfile(table))
+    return dataclasses.replace(transform, profile=kvjax.kit.HeadProfile(table))
 
 
 def check_memory(config: DecoderConfig, of_plan: Plan, rows: int, tokens: int) -> None:

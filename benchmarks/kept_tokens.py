@@ -68,7 +68,7 @@ METHODS: dict[str, str | kvjax.KVTransform] = {
     "chelsea": CHELSEA,
     "chelsea_outlier_heads": kvjax.Chelsea(
         BUDGET, chunk=64, sinks=8, recent=32, interval=32,
-        outlier_heads=kvjax.OutlierHeads(((1, 2),), num_layers=4, kv_heads=4),
+        outlier_heads=kvjax.kit.OutlierHeads(((1, 2),), num_layers=4, kv_heads=4),
     ),
     "clusterkv": CLUSTERKV,
     "quest": QUEST,

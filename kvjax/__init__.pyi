@@ -16,16 +16,13 @@ from .attention.rows import take_rows as take_rows
 from .cache.nbytes import nbytes as nbytes
 from .cache.rope import Rope as Rope
 from .compose.bind import bind as bind
-from .compose.by_head import HeadProfile as HeadProfile
 from .compose.chain import chain as chain
-from .compose.in_slots import in_slots as in_slots
 from .compose.ring import Ring as Ring
 from .compose.wrappers import HeadGroups as HeadGroups
 from .compose.wrappers import PerLayer as PerLayer
 from .generation.calibration import calibrated as calibrated
 from .generation.calibration import load_calibration as load_calibration
 from .generation.calibration import save_calibration as save_calibration
-from .generation.chat import chat_end_tokens as chat_end_tokens
 from .generation.context import Context as Context
 from .generation.context_files import load_context as load_context
 from .generation.context_files import save_context as save_context
@@ -33,17 +30,11 @@ from .generation.decode_loop import Generation as Generation
 from .generation.generate import generate as generate
 from .generation.generate import read as read
 from .generation.generate import stream as stream
-from .generation.model import FunctionalModel as FunctionalModel
-from .generation.model import LanguageModel as LanguageModel
-from .generation.model import LayeredModel as LayeredModel
-from .generation.model import ModelParts as ModelParts
 from .generation.sampling import Sampling as Sampling
 from .protocol import KVTransform as KVTransform
 from .registry import parse as parse
 from .registry import register as register
 from .registry import unparse as unparse
-from .transforms.chelsea.outlier_heads import OutlierHeads as OutlierHeads
-from .transforms.infinigen.projections import InfiniGenCalibration as InfiniGenCalibration
 
 __version__: str
 

@@ -176,7 +176,7 @@ class Learner(KVTransform):
 
         Args:
           model: has `num_layers`, `kv_heads`, `head_dim` and `windows`, as a
-            `kvjax.FunctionalModel` does; so in the members below.
+            `kvjax.models.FunctionalModel` does; so in the members below.
         """
         raise NotImplementedError(f"{type(self).__name__} must say what it will have learned")
 

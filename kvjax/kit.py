@@ -1,5 +1,7 @@
 """Names for authors of methods, beside `kvjax.KVTransform`: the helpers of shipped methods.
 
+Also what shipped methods learn from a model, to make it in another way than by `kvjax.calibrated`.
+
 See `docs/writing-a-method.md`.
 """
 
@@ -11,6 +13,8 @@ from kvjax.cache.selection import evictable, keep_best, newest
 from kvjax.cache.slots import Column, KVCache, append, evict
 from kvjax.calibration import Calibration, Learner
 from kvjax.checks import check_choice, check_count, check_number
+from kvjax.compose.by_head import HeadProfile
+from kvjax.compose.in_slots import in_slots
 from kvjax.decisions import Decision, Keep, Mark, Merge, Order, Retain, group_scores
 from kvjax.devices import all_heads
 from kvjax.protocol import (
@@ -31,8 +35,10 @@ from kvjax.protocol import (
     accumulated_attention,
 )
 from kvjax.serialization import pytree_node, static_value
+from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
 from kvjax.transforms.document_budget import DocumentBudget, Documents, Received
 from kvjax.transforms.held_budget import HeldBudget, PromptBudget, decoding_budget, decoding_extent
+from kvjax.transforms.infinigen.projections import InfiniGenCalibration
 from kvjax.transforms.snapkv import by_query_head, window_attention
 
 __all__ = [
@@ -47,7 +53,9 @@ __all__ = [
     "DocumentBudget",
     "Documents",
     "Extent",
+    "HeadProfile",
     "HeldBudget",
+    "InfiniGenCalibration",
     "Inputs",
     "KVCache",
     "KVTransform",
@@ -58,6 +66,7 @@ __all__ = [
     "Merge",
     "Needs",
     "Order",
+    "OutlierHeads",
     "Payload",
     "Probe",
     "PromptBudget",
@@ -83,6 +92,7 @@ __all__ = [
     "evict",
     "evictable",
     "group_scores",
+    "in_slots",
     "keep_best",
     "merge",
     "most_slots",

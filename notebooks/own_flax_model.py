@@ -200,6 +200,6 @@ plt.show()
 # ## `kvjax.generate` with your model
 #
 # `generate`, contexts and `kvjax.evaluation` take every model with the signature of
-# `kvjax.LanguageModel`: attributes that tell its sizes, and a call with tokens, positions, caches,
-# transforms and phase. `examples/` has whole decoders in NNX and Linen, and an attention that stays
-# as it is on a cache from kvjax.
+# `kvjax.models.LanguageModel`: attributes that tell its sizes, and a call with tokens, positions,
+# caches, transforms and phase. `examples/` has whole decoders in NNX and Linen, and an attention
+# that stays as it is on a cache from kvjax.

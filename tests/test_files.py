@@ -17,7 +17,7 @@ from kvjax.files import write_whole
 from tests.generation.test_generate import model
 
 TEXTS = [letter * 200_000 for letter in "abc"]
-PROFILES = [kvjax.HeadProfile(np.full((2, 2, steps), 1.0)) for steps in (3000, 4000)]
+PROFILES = [kvjax.kit.HeadProfile(np.full((2, 2, steps), 1.0)) for steps in (3000, 4000)]
 posix = pytest.mark.skipif(os.name != "posix", reason="files have no such permissions here")
 
 

@@ -143,16 +143,16 @@ def test_kvjax_shows_its_names_alone():
 
 
 def test_the_signature_of_a_model_is_that_of_its_call():
-    class Mine(kvjax.LanguageModel):
+    class Mine(kvjax.models.LanguageModel):
         def __init__(self, size: int):
             self.size = size
 
-    signature = inspect.signature(kvjax.LanguageModel)
+    signature = inspect.signature(kvjax.models.LanguageModel)
     assert list(signature.parameters) == [
         "tokens", "positions", "caches", "layers", "phase", "last", "logits_at"
     ]  # fmt: skip
     assert signature.parameters["layers"].kind is inspect.Parameter.KEYWORD_ONLY
-    shown = pydoc.render_doc(kvjax.LanguageModel, renderer=pydoc.plaintext)
+    shown = pydoc.render_doc(kvjax.models.LanguageModel, renderer=pydoc.plaintext)
     assert re.search(r"LanguageModel\([\s|]*tokens: ", shown)  # Python 3.13 breaks the line
     assert list(inspect.signature(Mine).parameters) == ["size"]
     assert list(inspect.signature(Mine(3)).parameters) == list(signature.parameters)

@@ -147,7 +147,7 @@ def test_what_is_broken_is_found(name):
 
 
 BOUND = {"pyramidinfer_paper", "spindlekv_unfold"}  # to a layer of their own
-CALIBRATION = kvjax.InfiniGenCalibration(np.random.default_rng(0).normal(size=(3, 2, 32, 5)))
+CALIBRATION = kvjax.kit.InfiniGenCalibration(np.random.default_rng(0).normal(size=(3, 2, 32, 5)))
 METHODS = {
     **{name: tx for name, tx in {**registered(), **compositions(BUDGET)}.items()
        if name not in BOUND and "infinigen" not in name},

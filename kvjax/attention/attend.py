@@ -320,7 +320,7 @@ def _options(cache: Cache, scale, window, soft_cap) -> AttentionOptions:
             raise ValueError(
                 f"the cache was made for {name}={made_for}, got {name}={value}: give it to "
                 "init_cache, or to generate as an attribute of the model (see "
-                "kvjax.LanguageModel)"
+                "kvjax.models.LanguageModel)"
             )
     return part.options
 

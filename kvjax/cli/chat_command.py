@@ -17,6 +17,7 @@ from kvjax.cli.opened import OpenedModel, check_counts, check_sampling
 from kvjax.cli.saved import Conversation, Room, Saved, absolute_model, check_out
 from kvjax.cli.sizes import Whole, kept_and_room
 from kvjax.cli.terminal import Display, print_line
+from kvjax.compose.in_slots import in_slots
 from kvjax.generation.context_files import holds_context
 from kvjax.messages import did_you_mean, printable
 
@@ -121,7 +122,7 @@ class Chat:
                 self._opened = opened = OpenedModel(args.model, display)
                 self._dialogue = opened.dialogue(args)
                 self._room = _room(args, opened.config.max_positions)
-                transform = kvjax.in_slots(candidate.transform, self._room.prompt)
+                transform = in_slots(candidate.transform, self._room.prompt)
                 opened.bind(transform)
                 self._model = opened.load(args)
                 self._transform = opened.calibrated(transform, self._model)

@@ -78,7 +78,7 @@ class ByHead(LayerChoice, Learner):
     Example:
       >>> import kvjax, numpy as np
       >>> table = np.array([[[0.8, 1.0], [0.0, 1.0]], [[0.2, 1.0], [0.4, 1.0]]])
-      >>> tx = kvjax.ByHead(kvjax.KVzip(0.35), kvjax.HeadProfile(table))
+      >>> tx = kvjax.ByHead(kvjax.KVzip(0.35), kvjax.kit.HeadProfile(table))
       >>> caches = [
       ...     kvjax.init_cache(layer, batch=1, kv_heads=2, head_dim=4, max_prompt=2000, max_new=0,
       ...                      layer=i) for i, layer in enumerate(kvjax.bind(tx, 2))]

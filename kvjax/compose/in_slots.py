@@ -34,7 +34,7 @@ def in_slots(transform: KVTransform, tokens: int) -> KVTransform:
 
     Example:
       >>> import kvjax
-      >>> kvjax.unparse(kvjax.in_slots(kvjax.Every(kvjax.SnapKV(0.2), steps=64), tokens=4096))
+      >>> kvjax.unparse(kvjax.kit.in_slots(kvjax.Every(kvjax.SnapKV(0.2), steps=64), tokens=4096))
       'every(snapkv(budget=819), steps=64)'
     """
     check_transform(transform, "in_slots")

@@ -311,7 +311,7 @@ class Every(_Again):
     Each time, everything live is compressed as one prompt, so the cache never holds more than the
     base's budget + `steps`. Rows to which no token has come since stay as they are. A budget that
     is a share is one of the tokens that a row has by then, of which `max_prompt` count at most. For
-    a text that begins short, take slots (`kvjax.in_slots`).
+    a text that begins short, take slots (`kvjax.kit.in_slots`).
 
     Args:
       base: an evicting or merging method that does nothing while decoding.

@@ -297,7 +297,7 @@ def load_calibration(path: str | os.PathLike[str], model: LanguageModel | Functi
       model: the model that it is for.
 
     Returns:
-      The value of the method's field, such as a `kvjax.HeadProfile`.
+      The value of the method's field, such as a `kvjax.kit.HeadProfile`.
 
     Raises:
       ValueError: there is no such file, it holds no calibration, or it is of another model; says

@@ -102,11 +102,11 @@ def chat_end_tokens(tokenizer: Any) -> tuple[int, ...]:
       >>> import kvjax
       >>> from kvjax.models import demo, load_tokenizer
       >>> tokenizer = load_tokenizer(demo.directory())
-      >>> kvjax.chat_end_tokens(tokenizer)
+      >>> kvjax.models.chat_end_tokens(tokenizer)
       ()
       >>> tokenizer.chat_template = (
       ...     "{% for message in messages %}{{ message['content'] }}</s>{% endfor %}")
-      >>> tokenizer.decode(kvjax.chat_end_tokens(tokenizer))
+      >>> tokenizer.decode(kvjax.models.chat_end_tokens(tokenizer))
       '</s>'
     """
     if getattr(tokenizer, "chat_template", None) is None:

@@ -143,8 +143,8 @@ def generate(
 
     Prompts. They are padded to one of a few lengths. Where the prompts of a batch differ much in
     length, those of similar length are read together; all rows then share one cache, which has room
-    for the longest. A model that shows its parts (`kvjax.LayeredModel`) reads prompts layer by
-    layer, so that memory holds the activations of one layer at a time.
+    for the longest. A model that shows its parts (`kvjax.models.LayeredModel`) reads prompts layer
+    by layer, so that memory holds the activations of one layer at a time.
 
     Compilation. Layers that are alike share compiled code. All decoding runs in one compiled loop
     with donated caches. A second call with prompts of the same buckets compiles nothing, whatever

@@ -228,7 +228,8 @@ def _parts_of(model: Any, called: Any, params: Any) -> ModelParts | None:
     alone = [jax.tree.structure(layer_params) for _, layer_params in split]
     if alone != [jax.tree.structure(layer_params) for layer_params in _split_layers(params)]:
         raise TypeError(
-            f"the layers of {type(model).__name__} share variables: give a kvjax.FunctionalModel"
+            f"the layers of {type(model).__name__} share variables: give a "
+            "kvjax.models.FunctionalModel"
         )
     return ModelParts(
         _Apply(called, "embed_tokens"), _split_layers,
@@ -251,7 +252,9 @@ def as_functional(model: LanguageModel | FunctionalModel) -> FunctionalModel:
     if isinstance(model, FunctionalModel):
         return model
     if not callable(model):
-        raise TypeError(f"model must be callable (see kvjax.LanguageModel), got {model!r:.80}")
+        raise TypeError(
+            f"model must be callable (see kvjax.models.LanguageModel), got {model!r:.80}"
+        )
     missing = [name for name in _COUNTS if not isinstance(getattr(model, name, None), int)]
     if missing:
         raise TypeError(
@@ -262,7 +265,7 @@ def as_functional(model: LanguageModel | FunctionalModel) -> FunctionalModel:
     if called.__hash__ is None:
         raise TypeError(
             f"a callable model must be hashable, {type(model).__name__} is not: "
-            "give a kvjax.FunctionalModel"
+            "give a kvjax.models.FunctionalModel"
         )
     windows = getattr(model, "windows", None) or ()
     return FunctionalModel(

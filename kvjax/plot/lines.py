@@ -124,7 +124,7 @@ def head_shares(axes: Axes, profiles: Mapping[str, HeadProfile], budget: float) 
       >>> import kvjax, numpy as np
       >>> from kvjax import plot
       >>> from matplotlib.figure import Figure
-      >>> profile = kvjax.HeadProfile(np.array([[[0.8, 1.0], [0.0, 1.0]]]))
+      >>> profile = kvjax.kit.HeadProfile(np.array([[[0.8, 1.0], [0.0, 1.0]]]))
       >>> (drawn,) = plot.head_shares(Figure().subplots(), {"a text": profile}, 0.4)
       >>> drawn.get_ydata().round(4).tolist()
       [0.72, 0.08]
@@ -133,7 +133,9 @@ def head_shares(axes: Axes, profiles: Mapping[str, HeadProfile], budget: float) 
     check_number("budget", budget, above=0, most=1)
     for name, profile in _named(profiles).items():
         if not isinstance(profile, HeadProfile):
-            raise TypeError(f"profiles must be kvjax.HeadProfile, got {brief(profile)} for {name}")
+            raise TypeError(
+                f"profiles must be kvjax.kit.HeadProfile, got {brief(profile)} for {name}"
+            )
     sizes = {profile.table.shape[:2] for profile in profiles.values()}
     if len(sizes) > 1:
         raise ValueError(f"profiles must be of one model, got (layers, heads) of {sorted(sizes)}")

@@ -125,7 +125,7 @@ class Mine(kvjax.StreamingLLM):
 
 def test_static_values_are_json():
     mesh = check_mesh(jax.make_mesh((1, 1), ("data", "tensor")))
-    calibration = kvjax.InfiniGenCalibration(np.random.default_rng(0).normal(size=(1, 2, 8, 3)))
+    calibration = kvjax.kit.InfiniGenCalibration(np.random.default_rng(0).normal(size=(1, 2, 8, 3)))
     for value in (
         *CASES.values(),
         kvjax.bind(kvjax.PyramidKV(budget=64), 30)[7],
@@ -179,8 +179,13 @@ def same(name: str, found) -> None:
         close(x, y, what=f"{name}, array {number}")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("names", [FOUR, OTHERS], ids=["four", "others"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(FOUR, id="four", marks=pytest.mark.slow),
+        pytest.param(OTHERS, id="others", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_programs_run_in_another_process(names, tmp_path):
     """Which traces no attention and no decision again."""
     for name in names:

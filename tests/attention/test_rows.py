@@ -302,7 +302,7 @@ def of_beams(name: str) -> kvjax.KVTransform:
         arguments["room"] = 8  # the example does not repeat its prompt
     if name == "infinigen":
         found = np.random.default_rng(0).normal(size=(2, KV_HEADS, HEAD_DIM, 3))
-        arguments["calibration"] = kvjax.InfiniGenCalibration(found)
+        arguments["calibration"] = kvjax.kit.InfiniGenCalibration(found)
     return METHODS[name](**arguments)
 
 

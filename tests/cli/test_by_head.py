@@ -37,7 +37,7 @@ def heads(tmp_path, model):
     """A file with a profile whose first head keeps most."""
     layers, kv_heads = model.config.num_layers, model.config.kv_heads
     first = np.linspace(0.1, 0.9, layers * kv_heads).reshape(layers, kv_heads)[::-1, ::-1]
-    profile = kvjax.HeadProfile(np.stack([first, np.ones_like(first)], -1))
+    profile = kvjax.kit.HeadProfile(np.stack([first, np.ones_like(first)], -1))
     path = tmp_path / "heads.safetensors"
     kvjax.save_calibration(path, kvjax.ByHead(kvjax.KVzip(0.5), profile), model)
     return path
@@ -106,7 +106,7 @@ def test_what_is_refused_before_weights_are_read(capsys, monkeypatch, read, head
         capsys, *read("by_head(kvzip)", "64")
     )
     table = np.ones((3, 1, 4))
-    even = kvjax.ByHead(kvjax.KVzip(0.5), kvjax.HeadProfile(table))
+    even = kvjax.ByHead(kvjax.KVzip(0.5), kvjax.kit.HeadProfile(table))
     kvjax.save_calibration(other, even, tiny_model())
     said = error(capsys, *read(f"by_head(kvzip, profile={str(other)!r})"))
     assert "of another model: it has 3 layers of 1 KV heads, expected " in said
@@ -116,7 +116,7 @@ def tiny_model():
     def call(*args, **options):
         raise NotImplementedError
 
-    return kvjax.FunctionalModel(call, (), 3, 1, 1, 8, 64)
+    return kvjax.models.FunctionalModel(call, (), 3, 1, 1, 8, 64)
 
 
 def test_other_weights_are_refused(capsys, read, heads, model):
@@ -181,7 +181,7 @@ def test_smollm2_answers_the_same_from_a_file_of_a_few_per_cent(smollm2, data_di
     # Uneven shares, alike in all layers: the model's own would be eight layouts to compile.
     size = np.exp(3 * np.random.default_rng(0).normal(size=(model.kv_heads, 1)))
     size = np.broadcast_to(size, (model.num_layers, *size.shape))
-    profile = kvjax.HeadProfile(1 - np.exp(-size * np.geomspace(1e-3, 1e8, 64)))
+    profile = kvjax.kit.HeadProfile(1 - np.exp(-size * np.geomspace(1e-3, 1e8, 64)))
     base = kvjax.chain(kvjax.KVzip(0.05, room=64), kvjax.Quantize())
     context = kvjax.read(
         model, [document], transform=kvjax.ByHead(base, profile), max_prompt=4096 + 64, max_new=8,

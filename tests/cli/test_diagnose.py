@@ -77,7 +77,9 @@ def test_a_method_that_repeats_the_text_and_one_with_a_profile(capsys, tinystori
     model, heads = from_pretrained(tinystories), tmp_path / "heads.safetensors"
     table = np.ones((model.num_layers, model.kv_heads, 2))
     table[..., 0] = 0.25
-    kvjax.save_calibration(heads, kvjax.ByHead(kvjax.KVzip(0.5), kvjax.HeadProfile(table)), model)
+    kvjax.save_calibration(
+        heads, kvjax.ByHead(kvjax.KVzip(0.5), kvjax.kit.HeadProfile(table)), model
+    )
     methods = ["kvzip", f"by_head(kvzip, profile={str(heads)!r})"]
     args = ["diagnose", "--prompt-file", file, "--model", tinystories, "--new", "2"]
     args += ["--methods", ", ".join(methods), "--budgets", "0.25", "--json"]

@@ -108,7 +108,7 @@ def bound(transform, windows=WINDOWS, max_tokens=1024):
     return kvjax.bind(transform, len(windows), windows, max_tokens)
 
 
-OUTLIERS = kvjax.OutlierHeads(((0, 1), (1, 0)), num_layers=3, kv_heads=2)
+OUTLIERS = kvjax.kit.OutlierHeads(((0, 1), (1, 0)), num_layers=3, kv_heads=2)
 REPLACED = {
     "budgets by layer": PyramidKV(64),
     "dense layers": Quest(48),
@@ -187,6 +187,6 @@ def test_bad_windows_of_layers(windows, max_tokens, error, message):
 
 
 def test_a_wrong_calibration_is_seen_in_models_of_rings_alone():
-    found = kvjax.InfiniGenCalibration(np.ones((5, 2, 8, 3)))
+    found = kvjax.kit.InfiniGenCalibration(np.ones((5, 2, 8, 3)))
     with pytest.raises(ValueError, match="is of another model: it has 5 layers"):
         bound(InfiniGen(calibration=found), (8, 8, 8))

@@ -178,7 +178,7 @@ def test_a_plan_has_the_bytes_of_a_calibration(name):
 
 SHARED = kvjax.ByHead(
     SnapKV(0.5, window=8),
-    kvjax.HeadProfile(np.array([[[0.8, 1.0], [0.0, 1.0]], [[0.2, 1.0], [0.4, 1.0]]])),
+    kvjax.kit.HeadProfile(np.array([[[0.8, 1.0], [0.0, 1.0]], [[0.2, 1.0], [0.4, 1.0]]])),
 )
 EVICTS_AND_STORES = Around(chain(EVICTS, STORES))
 RING = kvjax.Ring(WINDOW)

@@ -77,7 +77,7 @@ def by_head() -> kvjax.ByHead:
     layers, heads = model().num_layers, np.arange(4)
     shares = np.stack([0.05 + 0.25 * np.roll(heads, layer) for layer in range(layers)])
     table = np.stack((shares, np.ones_like(shares)), axis=2)
-    return kvjax.ByHead(kvjax.SnapKV(0.3, window=8), kvjax.HeadProfile(table))
+    return kvjax.ByHead(kvjax.SnapKV(0.3, window=8), kvjax.kit.HeadProfile(table))
 
 
 def same_tokens(tx, *sizes: int, rows: int | None = None) -> bool:

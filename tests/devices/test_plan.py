@@ -62,7 +62,7 @@ def test_a_budget_by_head(tmp_path):
     model, size = random_decoder(CONFIG), {"max_prompt": 160, "max_new": 24}
     table = np.ones((LAYERS, HEADS, 2))
     table[..., 0] = np.linspace(0.1, 0.9, LAYERS * HEADS).reshape(LAYERS, HEADS)
-    profile = kvjax.HeadProfile(table)
+    profile = kvjax.kit.HeadProfile(table)
     kvjax.save_calibration(tmp_path / "heads", kvjax.ByHead(kvjax.SnapKV(0.5), profile), model)
     snapkv = kvjax.SnapKV(0.5)
 

@@ -32,12 +32,13 @@ PUBLIC = ("kvjax", "kvjax.kit", "kvjax.testing", "kvjax.models", "kvjax.models.d
 pytestmark = pytest.mark.lenient  # users have JAX's own promotion
 
 
-def by_name(pages, slow=()):
-    cases = [
-        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.stem in slow))
-        for page in pages
-    ]
-    return pytest.mark.parametrize("page", cases)
+def by_name(pages, slow=(), exhaustive=()):
+    def case(page):
+        marks = [pytest.mark.slow] * (page.stem in slow)
+        marks += [pytest.mark.exhaustive] * (page.stem in exhaustive)
+        return pytest.param(page, id=page.stem, marks=marks)
+
+    return pytest.mark.parametrize("page", map(case, pages))
 
 
 def run(page: Path) -> dict:
@@ -62,8 +63,12 @@ def test_blocks_of_methods_run(page, own_folder):
     run(page)
 
 
-@by_name(GUIDES, slow={page.stem for page in GUIDES} - {"composing"})
-def test_blocks_of_guides_run(page, own_folder, optimised):
+# Pages whose blocks compute for minutes.
+LONG = {"devices", "evaluation", "recall", "stored-forms"}
+
+
+@by_name(GUIDES, slow={page.stem for page in GUIDES} - LONG - {"composing"}, exhaustive=LONG)
+def test_blocks_of_guides_run(page, own_folder):
     names = run(page)
     if page.stem == "getting-started":
         answers = names["tokenizer"].batch_decode(names["full"].tokens + names["small"].tokens)
@@ -89,7 +94,7 @@ def test_every_method_has_a_page_with_its_picture():
     assert pictures == names | {"idea"}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_pictures_of_each_kind_are_drawn(tmp_path):
     from docs.drawing.__main__ import PICTURES, main
 

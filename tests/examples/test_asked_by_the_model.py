@@ -65,7 +65,7 @@ def test_turns_contexts_and_heads(asked, tmp_path):
     table = np.linspace(0.2, 1, 2 * 2 * 8).reshape(2, 2, 8)
     table[..., -1] = 1
     base = asked.Asked(0.3, sinks=1, tokens=WRITTEN, room=32)
-    for transform in (base, kvjax.ByHead(base, kvjax.HeadProfile(np.sort(table)))):
+    for transform in (base, kvjax.ByHead(base, kvjax.kit.HeadProfile(np.sort(table)))):
         document = read(asked, PROMPTS[:1], transform)
         answers = kvjax.generate(
             model("plain"), [[7, 3], [9] * 5], context=document, max_new_tokens=4

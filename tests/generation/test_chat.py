@@ -63,7 +63,7 @@ def test_what_follows_an_answer_ends_it(tokenizer, end, expected):
     added = ["<|user|>", "<|bot|>", "<|end|>"]
     tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in added])
     tokenizer.chat_template = TURN.replace("END", end)
-    ends = kvjax.chat_end_tokens(tokenizer)
+    ends = kvjax.models.chat_end_tokens(tokenizer)
     assert tokenizer.convert_ids_to_tokens(list(ends)) == ([expected] if expected else [])
 
 
@@ -77,4 +77,4 @@ def test_what_follows_an_answer_ends_it(tokenizer, end, expected):
 )
 def test_templates_that_show_no_conversation(tokenizer, template):
     tokenizer.chat_template = template
-    assert kvjax.chat_end_tokens(tokenizer) == ()
+    assert kvjax.models.chat_end_tokens(tokenizer) == ()

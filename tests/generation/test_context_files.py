@@ -225,7 +225,7 @@ def about_of(folder: Path) -> tuple[Path, dict]:
 
 def test_a_context_keeps_its_parameters_when_a_default_changes(tmp_path, monkeypatch):
     transform = kvjax.chain(kvjax.H2O(12), kvjax.Quantize(4, 4, "token"))
-    shares = kvjax.HeadProfile(np.array([[[0.8, 1.0], [0.1, 1.0]]] * 2))
+    shares = kvjax.kit.HeadProfile(np.array([[[0.8, 1.0], [0.1, 1.0]]] * 2))
     by_head = kvjax.ByHead(kvjax.KVzip(0.5, room=8), shares)
     contexts = {
         name: kvjax.read(model(), RAGGED[:1], transform=tx, max_prompt=256, max_new=64)
@@ -249,7 +249,7 @@ def test_a_context_keeps_its_parameters_when_a_default_changes(tmp_path, monkeyp
 @pytest.mark.parametrize("inside", [True, False])
 def test_by_head_with_infinigen_is_saved(tmp_path, inside):
     """The calibration is of all heads, and each layer's rectangles have their part of it."""
-    shares = kvjax.HeadProfile(np.array([[[0.8, 1.0], [0.1, 1.0]], [[0.2, 1.0], [0.4, 1.0]]]))
+    shares = kvjax.kit.HeadProfile(np.array([[[0.8, 1.0], [0.1, 1.0]], [[0.2, 1.0], [0.4, 1.0]]]))
     snapkv, infinigen = kvjax.SnapKV(0.5, window=8), kvjax.InfiniGen(8, dense_layers=())
     by_head = kvjax.ByHead(kvjax.chain(snapkv, infinigen) if inside else snapkv, shares)
     transform = kvjax.calibrated(

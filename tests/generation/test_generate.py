@@ -59,7 +59,9 @@ def method(name: str) -> kvjax.KVTransform:
     return kvjax.calibrated(kvjax.parse(own.get(name, name), 36), model(), [RAGGED[0]])
 
 
-def by_hand(functional: kvjax.FunctionalModel, prompt: list[int], new: int = NEW) -> list[int]:
+def by_hand(
+    functional: kvjax.models.FunctionalModel, prompt: list[int], new: int = NEW
+) -> list[int]:
     """Greedy continuation: one call per token, prompt tokens included, with the full cache."""
     layers = kvjax.bind(kvjax.Full(), functional.num_layers)
     caches = tuple(
@@ -461,8 +463,8 @@ def plain_apply(params, tokens, positions, caches, *, layers, phase, last=True, 
     return attention_layer(params, tokens, positions, caches, layers, phase, last, logits_at)
 
 
-def plain_model() -> kvjax.FunctionalModel:
-    return kvjax.FunctionalModel(plain_apply, weights(), **SIZES)
+def plain_model() -> kvjax.models.FunctionalModel:
+    return kvjax.models.FunctionalModel(plain_apply, weights(), **SIZES)
 
 
 class LinenModel(linen.Module):
@@ -475,8 +477,8 @@ class LinenModel(linen.Module):
         return attention_layer(params, tokens, positions, caches, layers, phase, last, logits_at)
 
 
-def linen_model() -> kvjax.FunctionalModel:
-    return kvjax.FunctionalModel(LinenModel().apply, {"params": weights()}, **SIZES)
+def linen_model() -> kvjax.models.FunctionalModel:
+    return kvjax.models.FunctionalModel(LinenModel().apply, {"params": weights()}, **SIZES)
 
 
 class NNXModel(nnx.Module):

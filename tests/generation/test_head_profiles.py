@@ -29,8 +29,8 @@ from tests.support.marks import some_slow
 
 SNAPKV = kvjax.SnapKV(0.5, window=8)
 SHARES = [[[0.8, 1.0], [0.1, 1.0]], [[0.2, 1.0], [0.4, 1.0]]]
-UNEQUAL = kvjax.HeadProfile(np.array(SHARES))
-EVEN = ByHead(kvjax.KVzip(0.5), kvjax.HeadProfile(np.ones((2, 2, 3))))
+UNEQUAL = kvjax.kit.HeadProfile(np.array(SHARES))
+EVEN = ByHead(kvjax.KVzip(0.5), kvjax.kit.HeadProfile(np.ones((2, 2, 3))))
 VOCAB, LAYERS, HEADS, GROUP, DIM = 64, 2, 2, 2, 8
 SAMPLE = [np.random.default_rng(7).integers(VOCAB, size=n).tolist() for n in (60, 41)]
 
@@ -49,7 +49,7 @@ TABLES = [
     np.random.default_rng(n).normal(size=(LAYERS, VOCAB, heads, DIM)).astype(np.float32) * scale
     for n, (heads, scale) in enumerate(((HEADS * GROUP, 2.0), (HEADS, 1.5), (HEADS, 1.0)))
 ]
-LOOKED_UP = kvjax.FunctionalModel(
+LOOKED_UP = kvjax.models.FunctionalModel(
     looked_up, tuple(map(jnp.asarray, TABLES)), LAYERS, HEADS * GROUP, HEADS, DIM, VOCAB
 )
 
@@ -100,7 +100,7 @@ def test_it_is_made_of_the_references_scores(method, score):
 def test_layers_with_a_window_get_the_mean_of_the_others():
     """They are rings, and hold their windows: the others share the budget."""
     sizes = tuple(map(jnp.asarray, TABLES)), LAYERS, HEADS * GROUP, HEADS, DIM, VOCAB
-    windowed = kvjax.FunctionalModel(looked_up, *sizes, windows=(None, 16))
+    windowed = kvjax.models.FunctionalModel(looked_up, *sizes, windows=(None, 16))
     tx = ByHead(kvjax.SnapKV(0.5, window=8, kernel=3))
     profile = kvjax.calibrated(tx, windowed, SAMPLE).profile
     scores = [np.array([[snapkv_score(text, 0, h) for h in range(HEADS)]]) for text in SAMPLE]
@@ -109,7 +109,7 @@ def test_layers_with_a_window_get_the_mean_of_the_others():
         expected = head_shares.shares(scores, budget)[0]
         np.testing.assert_allclose(first, expected, atol=1.01 / 41)
         np.testing.assert_allclose(second, first.mean(), rtol=1e-5)
-    rings = kvjax.FunctionalModel(looked_up, *sizes, windows=(16, 16))
+    rings = kvjax.models.FunctionalModel(looked_up, *sizes, windows=(16, 16))
     with pytest.raises(ValueError, match=r"without a sliding window.*\(16, 16\)"):
         kvjax.calibrated(ByHead(SNAPKV), rings, SAMPLE)
 
@@ -162,7 +162,7 @@ def test_a_method_without_a_name_is_refused_before_anything_is_read():
     def call(*args, **options):
         pytest.fail("the model was called")
 
-    unread = kvjax.FunctionalModel(call, (), LAYERS, HEADS * GROUP, HEADS, DIM, VOCAB)
+    unread = kvjax.models.FunctionalModel(call, (), LAYERS, HEADS * GROUP, HEADS, DIM, VOCAB)
     with pytest.raises(ValueError, match=r"needs a name \(kvjax.register\)"):
         kvjax.calibrated(ByHead(Mine(0.5)), unread, SAMPLE)
 

@@ -20,7 +20,7 @@ from tests.support.marks import some_slow
 LAYERS = 4
 SIZES = {"max_prompt": 64, "max_new": 32}
 SHARES = np.random.default_rng(5).dirichlet(np.full(8, 0.5)).reshape(LAYERS, 2, 1) * 4
-PROFILE = kvjax.HeadProfile(np.concatenate((np.minimum(SHARES, 1), np.ones_like(SHARES)), -1))
+PROFILE = kvjax.kit.HeadProfile(np.concatenate((np.minimum(SHARES, 1), np.ones_like(SHARES)), -1))
 LAYERED = {
     "pyramidkv": kvjax.PyramidKV(24, window=4),
     "spindlekv": kvjax.SpindleKV(0.6, window=8, interval=4),

@@ -43,7 +43,7 @@ def model(name: str):
 
 
 @functools.cache
-def without_rings(name: str) -> kvjax.FunctionalModel:
+def without_rings(name: str) -> kvjax.models.FunctionalModel:
     """The same model, of which nothing but its attention knows the windows."""
     functional = dataclasses.replace(as_functional(model(name)), windows=())
     options = {x.name: getattr(functional, x.name) for x in dataclasses.fields(functional)}
@@ -51,7 +51,7 @@ def without_rings(name: str) -> kvjax.FunctionalModel:
 
 
 @dataclasses.dataclass(frozen=True)
-class WithoutRings(kvjax.FunctionalModel):
+class WithoutRings(kvjax.models.FunctionalModel):
     """A model that says the windows of its attention, but asks for no rings."""
 
     hidden: tuple[int | None, ...] = ()

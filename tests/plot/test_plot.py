@@ -16,8 +16,8 @@ from tests.evaluation.fidelity.test_fidelity import tiny_model
 
 HEADS, TOKENS, DIM = 2, 24, 8
 TABLE = np.array([[[0.9, 1.0], [0.1, 1.0]], [[0.3, 1.0], [0.7, 1.0]]])
-PROFILE = kvjax.HeadProfile(TABLE)
-OTHER_MODEL = kvjax.HeadProfile(TABLE[:1])
+PROFILE = kvjax.kit.HeadProfile(TABLE)
+OTHER_MODEL = kvjax.kit.HeadProfile(TABLE[:1])
 
 
 @pytest.fixture

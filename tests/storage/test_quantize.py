@@ -343,7 +343,7 @@ def test_attention_is_that_over_what_is_read(form, lists, soft_cap, implementati
 # --- under every method ---------------------------------------------------------------------------
 
 ENOUGH = MAX_PROMPT + MAX_NEW
-CALIBRATION = kvjax.InfiniGenCalibration(
+CALIBRATION = kvjax.kit.InfiniGenCalibration(
     np.random.default_rng(0).normal(size=(3, KV_HEADS, HEAD_DIM, 3))
 )
 

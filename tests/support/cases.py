@@ -25,7 +25,7 @@ from tests.support.marks import some_slow
 BUDGET, WINDOW = 12, 4
 GROUP = 4  # of numbers of 4 bits
 
-CALIBRATION = kvjax.InfiniGenCalibration(
+CALIBRATION = kvjax.kit.InfiniGenCalibration(
     np.random.default_rng(0).normal(size=(3, KV_HEADS, HEAD_DIM, 3))
 )
 
@@ -39,7 +39,7 @@ def arguments_of(method: type[kvjax.KVTransform]) -> dict:
 
 ARGUMENTS = {name: arguments_of(method) for name, method in METHODS.items()}
 ENOUGH = MAX_PROMPT + MAX_NEW
-OUTLIERS = kvjax.OutlierHeads(((1, 1),), num_layers=3, kv_heads=KV_HEADS)
+OUTLIERS = kvjax.kit.OutlierHeads(((1, 1),), num_layers=3, kv_heads=KV_HEADS)
 
 
 def snapkv(budget=BUDGET):

@@ -15,7 +15,7 @@ from tests.references.chelsea import soft_matching, unmatched_share
 from tests.support.attending import Tokens, parts, right, run
 
 SMALL = {"chunk": 8, "sinks": 2, "recent": 6, "interval": 4}
-OUTLIERS = kvjax.OutlierHeads(((1, 0), (3, 3), (0, 2), (1, 2)), num_layers=4, kv_heads=4)
+OUTLIERS = kvjax.kit.OutlierHeads(((1, 0), (3, 3), (0, 2), (1, 2)), num_layers=4, kv_heads=4)
 
 
 def kept_heads(layers) -> list[list[int]]:
@@ -50,7 +50,7 @@ def slots_and_room(layers, caches) -> tuple[int, int]:
 @pytest.mark.parametrize("budget", [200, 0.2])
 def test_bytes_are_what_the_budget_says(budget):
     """4 % of 100 heads keep all of 1,000 tokens: 166 slots are left for each of the others."""
-    outliers = kvjax.OutlierHeads(((0, 0), (0, 7), (4, 9), (9, 1)), num_layers=10, kv_heads=10)
+    outliers = kvjax.kit.OutlierHeads(((0, 0), (0, 7), (4, 9), (9, 1)), num_layers=10, kv_heads=10)
     layers = kvjax.bind(kvjax.Chelsea(budget, outlier_heads=outliers, interval=20), 10)
     caches = caches_of(layers, 10)
     slots, room = slots_and_room(layers, caches)
@@ -63,7 +63,7 @@ def test_bytes_are_what_the_budget_says(budget):
 def test_kept_layers_count_among_the_outliers():
     transform = kvjax.Chelsea(500, outlier_heads=OUTLIERS, keep_layers=(2,))
     assert kept_heads(kvjax.bind(transform, 4)) == [[], [], [0, 1, 2, 3], []]
-    six = kvjax.OutlierHeads(((1, 0), (2, 1), (3, 3), (0, 2), (1, 2), (3, 0)), 4, 4)
+    six = kvjax.kit.OutlierHeads(((1, 0), (2, 1), (3, 3), (0, 2), (1, 2), (3, 0)), 4, 4)
     transform = kvjax.Chelsea(500, outlier_heads=six, keep_layers=(2,))
     assert kept_heads(kvjax.bind(transform, 4)) == [[], [0], [0, 1, 2, 3], [3]]
     layers = kvjax.bind(kvjax.Chelsea(500, keep_layers=(0, 3)), 5)
@@ -73,7 +73,7 @@ def test_kept_layers_count_among_the_outliers():
 @pytest.mark.slow
 def test_a_share_beside_outliers_is_each_rows_own():
     """`(3 · 0.75 - 1) / 2` of each row's 12 new tokens and its prompt."""
-    outliers = kvjax.OutlierHeads(((0, 0),), num_layers=1, kv_heads=3)
+    outliers = kvjax.kit.OutlierHeads(((0, 0),), num_layers=1, kv_heads=3)
     (layer,) = kvjax.bind(kvjax.Chelsea(0.75, **SMALL, outlier_heads=outliers), 1)
     (_, full), (_, rest) = layer.groups
     assert full == kvjax.Full() and is_bound(rest)
@@ -97,11 +97,11 @@ def keyed(params, tokens, positions, caches, *, layers, phase, last, logits_at):
     return jnp.zeros((len(tokens), 1, 64)), tuple(written)
 
 
-def model_of(keys: np.ndarray) -> kvjax.FunctionalModel:
+def model_of(keys: np.ndarray) -> kvjax.models.FunctionalModel:
     """Of keys [layers, V, H, D]."""
     layers, vocab, heads, dim = keys.shape
     keys = jnp.asarray(keys, jnp.float32)
-    return kvjax.FunctionalModel(keyed, keys, layers, heads, heads, dim, vocab)
+    return kvjax.models.FunctionalModel(keyed, keys, layers, heads, heads, dim, vocab)
 
 
 KEYS, SAMPLE = np.ones((2, 64, 3, 4)), (tuple(range(60)), tuple(range(10, 50)))
@@ -138,11 +138,13 @@ def bind(budget=128, layers=4, heads=OUTLIERS, **changes):
 
 
 BAD = {
-    "head outside": (lambda: kvjax.OutlierHeads(((4, 0),), 4, 4), ValueError, "(4, 0)", "4 layers"),
-    "no pair": (lambda: kvjax.OutlierHeads(((0,),), 1, 2), TypeError, "(0,)", "pairs"),
+    "head outside": (
+        lambda: kvjax.kit.OutlierHeads(((4, 0),), 4, 4), ValueError, "(4, 0)", "4 layers",
+    ),
+    "no pair": (lambda: kvjax.kit.OutlierHeads(((0,),), 1, 2), TypeError, "(0,)", "pairs"),
     "another model": (lambda: bind(layers=5), ValueError, "4 layers", "5 layers"),
     "other heads": (
-        lambda: caches_of(bind(0.9, 1, kvjax.OutlierHeads(((0, 0),), 1, 2)), 4),
+        lambda: caches_of(bind(0.9, 1, kvjax.kit.OutlierHeads(((0, 0),), 1, 2)), 4),
         ValueError, "2 KV heads", "4",
     ),
     "nothing left": (lambda: caches_of(bind(300), 4), ValueError, "300", "66", "at least 81"),

@@ -58,7 +58,7 @@ def test_clusters_outside_the_window_are_passed_over(per_query_head):
 
 
 PROJECTIONS = np.random.default_rng(0).normal(size=(1, KV_HEADS, HEAD_DIM, 3))
-INFINIGEN = kvjax.InfiniGen(4, None, kvjax.InfiniGenCalibration(PROJECTIONS), dense_layers=())
+INFINIGEN = kvjax.InfiniGen(4, None, kvjax.kit.InfiniGenCalibration(PROJECTIONS), dense_layers=())
 BY_TURNS = {"ClusterKV": CLUSTERS, "Quest": kvjax.Quest(6, page=2, dense_layers=()),
             "InfiniGen": INFINIGEN}  # fmt: skip
 

@@ -102,7 +102,8 @@ def compare(
         not know it.
       data: folder with the files of data sets, for tasks that need it.
       end_tokens: tokens that end a continuation; the tokenizer's end token by default. The end
-        tokens of its chat template (`kvjax.chat_end_tokens`) are added, unless `chat` is False.
+        tokens of its chat template (`kvjax.models.chat_end_tokens`) are added, unless `chat` is
+        False.
       name: name of the model, for the files.
       out: folder for the files of `write_report`; None writes nothing. Finished cells are kept in
         it, with their answers and seconds. So the same call continues an interrupted one, and a

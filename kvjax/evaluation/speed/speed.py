@@ -50,7 +50,8 @@ class Speed:
         selected counts with the selected slots.
       step_floor_s: seconds that reading `step_bytes` takes at the machine's bandwidth.
       ttft_floor_s: seconds that the matrix products of a prompt pass with the full cache take at
-        the machine's rate; None for a model that does not show its parts (`kvjax.LayeredModel`).
+        the machine's rate; None for a model that does not show its parts
+        (`kvjax.models.LayeredModel`).
       cache_bytes: bytes of all cache arrays, index structures and host memory included.
       full_cache_bytes: bytes of the full cache.
       resident_bytes: weights and caches in the device's memory, which stay from step to step.

@@ -35,7 +35,7 @@ class OutlierHeads(Calibration):
 
     Example:
       >>> import kvjax
-      >>> outliers = kvjax.OutlierHeads(((0, 1), (3, 0)), num_layers=4, kv_heads=2)
+      >>> outliers = kvjax.kit.OutlierHeads(((0, 1), (3, 0)), num_layers=4, kv_heads=2)
       >>> layers = kvjax.bind(kvjax.Chelsea(budget=0.5, outlier_heads=outliers), 4)
       >>> [type(layer).__name__ for layer in layers]
       ['HeadGroups', 'Chelsea', 'Chelsea', 'HeadGroups']
@@ -89,7 +89,7 @@ class OutlierHeads(Calibration):
 
         Example:
           >>> import kvjax
-          >>> round(kvjax.OutlierHeads(((0, 1),), num_layers=2, kv_heads=4).remaining(0.3), 3)
+          >>> round(kvjax.kit.OutlierHeads(((0, 1),), num_layers=2, kv_heads=4).remaining(0.3), 3)
           0.2
         """
         outliers, heads = len(self.heads), self.total

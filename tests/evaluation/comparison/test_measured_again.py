@@ -49,7 +49,7 @@ def test_a_profile_with_another_content(run, folder, tmp_path):
     def save(share: float) -> None:
         table = np.array([[[share, 1.0]]])
         kvjax.save_calibration(
-            heads, kvjax.ByHead(kvjax.KVzip(0.5), kvjax.HeadProfile(table)), model
+            heads, kvjax.ByHead(kvjax.KVzip(0.5), kvjax.kit.HeadProfile(table)), model
         )
 
     save(0.5)

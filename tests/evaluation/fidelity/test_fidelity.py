@@ -75,10 +75,12 @@ def apply_tiny(params, tokens, positions, caches, *, layers, phase, last, logits
     return x @ embed.T, tuple(written)
 
 
-def tiny_model(sinks=None, query_heads=QUERY_HEADS, kv_heads=KV_HEADS) -> kvjax.FunctionalModel:
+def tiny_model(
+    sinks=None, query_heads=QUERY_HEADS, kv_heads=KV_HEADS
+) -> kvjax.models.FunctionalModel:
     sinks = [None] * LAYERS if sinks is None else list(sinks.astype(np.float32))
     params = *random_layers(query_heads, kv_heads), sinks
-    return kvjax.FunctionalModel(
+    return kvjax.models.FunctionalModel(
         apply_tiny, jax.tree.map(jnp.asarray, params), num_layers=LAYERS, query_heads=query_heads,
         kv_heads=kv_heads, head_dim=HEAD_DIM, vocab_size=VOCAB, max_positions=64,
     )  # fmt: skip

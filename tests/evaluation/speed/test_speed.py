@@ -77,7 +77,7 @@ def test_operations_of_a_prompt_by_hand():
         expected = LAYERS * (2 * tokens * MATRICES + 4 * pairs * QUERY_HEADS * DIM)
         assert prompt_flops(abstract_decoder(config), tokens) == expected
     model = as_functional(random_decoder(CONFIG))
-    whole = kvjax.FunctionalModel(**{**vars(model), "parts": None})
+    whole = kvjax.models.FunctionalModel(**{**vars(model), "parts": None})
     assert prompt_flops(whole, 100) is None
 
 
