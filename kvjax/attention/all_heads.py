@@ -1,160 +1,267 @@
-"""One cache of all heads of a layer, in the place of head groups, while a prompt is read."""
+"""One reading of a prompt for a whole layer, and the caches that are cut from it.
+
+A layer with head groups is read once for all of its heads. So are layers whose transforms differ,
+and prompts that several methods compress. Each cache then gets the reading of its own heads.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
-from kvjax.attention.call import query_heads
+from kvjax.attention.call import add_attention, query_heads
 from kvjax.attention.init_cache import init_cache
-from kvjax.attention.layer import LayerCache, QueryWindow, Reading, layer_caches
-from kvjax.attention.prompt import stored
+from kvjax.attention.layer import Cache, LayerCache, QueryWindow, Reading, layer_caches
+from kvjax.attention.prompt import begin, compress, evicted, stored
 from kvjax.budgets.layers import layers_of
 from kvjax.cache.payload import Dense
-from kvjax.cache.slots import FREE, NEG_INF, STORED_SLOT, slot_numbers
+from kvjax.cache.slots import FREE, NEG_INF, STORED_SLOT, Column
 from kvjax.compose.chain import parts_of, state_of_parts, states_of_parts
-from kvjax.compose.wrappers import HeadGroups
-from kvjax.protocol import State
+from kvjax.compose.wrappers import HeadGroups, Heads, in_head_order, needs_of
+from kvjax.protocol import KVTransform, State, accumulated_attention
 
-# Column of a cache of all heads: the slot of each token in its rectangle, -1 for new tokens.
-RECTANGLE_SLOT = "rectangle_slot"
-
-
-def of_all_heads(transform: HeadGroups) -> HeadGroups:
-    """Returns the transform that reads a prompt for all heads: one group, with their method."""
-    heads = tuple(range(transform.kv_heads))
-    return HeadGroups(((heads, transform.whole),), transform.order)  # pyright: ignore[reportArgumentType]
+AllHeads = tuple[State, Int[Array, " H"]]
+"""State of the method for all heads (`HeadGroups.whole`), and the KV heads in its order."""
 
 
-def joined(
-    transform: HeadGroups, cache: tuple[LayerCache, ...], slots: int, most: int
-) -> tuple[LayerCache]:
-    """Joins the rectangles of a layer into one cache, whose keys and values are dense.
+def can_join(cache: Cache) -> bool:
+    """Returns whether the head groups of a layer can read a further prompt together.
 
-    Tokens stay in the slots that they have in their rectangle. Where a rectangle has fewer slots
-    than the cache, there must be room beside these: each head's tokens then become its first ones
-    when the prompt is compressed.
+    On a mesh, only `attend` reads. Groups that need different things of a prompt, keep tokens query
+    head by query head, or rotate keys by rank read by themselves.
+    """
+    parts = layer_caches(cache)
+    kinds = {(part.transform.needs, *part.kv.columns) for part in parts}
+    needs = parts[0].transform.needs
+    apart = needs.unfold or needs.reposition or parts[0].placement is not None
+    return isinstance(cache, tuple) and len(kinds) == 1 and not apart
+
+
+def join(
+    observer: KVTransform,
+    transform: KVTransform,
+    cache: tuple[LayerCache, ...],
+    slots: int,
+    most: int,
+    document: bool,
+) -> Reading:
+    """Begins one reading of a further prompt for all heads of a layer.
+
+    Tokens have the slots of their rectangles. Rectangles with fewer slots get free ones behind
+    them.
 
     Args:
-      transform: head groups that have a method for all heads.
-      cache: of the groups, between prompts.
+      observer: the transform of the reading; it keeps all tokens.
+      transform: the head groups.
+      cache: of the groups, which `can_join`.
       slots: of each head; at least those of the largest rectangle.
-      most: slots of each head, at most, while a prompt is read.
+      most: slots of each head, at most, while the prompt is read.
+      document: as in `begin`.
 
     Returns:
-      A cache of `of_all_heads(transform)`, with the columns of the groups and `RECTANGLE_SLOT`.
+      A reading of the heads in their own order, with the columns of the groups.
     """
-    first, kvs, whole = cache[0], [part.kv for part in cache], transform.whole
-    (batch, _, _), group, heads = first.kv.shape, first.kv.group, transform.kv_heads
-    (made,) = layer_caches(init_cache(
-        whole, batch=batch, kv_heads=heads, query_heads=heads * group,
-        head_dim=first.kv.k.shape[3], max_prompt=first.kv.max_prompt, max_new=first.kv.max_new,
-        dtype=first.kv.k.dtype, layer=(layers_of(whole) or (0,))[0], max_length=first.max_length,
-        **first.options.static,
-    ))  # fmt: skip
+    first, readings = cache[0], [begin(part) for part in cache]
+    kvs, group = [reading.kv for reading in readings], first.kv.group
+    (made,) = layer_caches(_cache_like(observer, first, sum(kv.shape[1] for kv in kvs)))
 
-    def join(arrays: list[Array], fill: float) -> Array:
+    def joined(arrays: Sequence[Array], fill: float) -> Array:
         """Joins arrays `[B, H, S, ...]` of the rectangles, with so many slots."""
-        wide = (
+        wide = [
             jnp.pad(
                 x, ((0, 0), (0, 0), (0, slots - x.shape[2]), *((0, 0),) * (x.ndim - 3)),
                 constant_values=fill,
             )
             for x in arrays
-        )  # fmt: skip
-        return jnp.concatenate(list(wide), axis=1)
+        ]  # fmt: skip
+        return in_head_order(transform, cache, wide)
 
     columns = {
-        name: dataclasses.replace(column, values=join([kv.column(name) for kv in kvs], column.fill))
-        for name, column in first.kv.columns.items()
+        name: dataclasses.replace(
+            column, values=joined([kv.column(name) for kv in kvs], column.fill)
+        )
+        for name, column in kvs[0].columns.items()
     }
     kv = made.kv.replace(
-        k=Dense(join([kv.k.read() for kv in kvs], 0)),
-        v=Dense(join([kv.v.read() for kv in kvs], 0)),
-        position=join([kv.position for kv in kvs], FREE),
-        log_mass=join([kv.log_mass for kv in kvs], NEG_INF),
-        pinned=join([kv.pinned for kv in kvs], False),
+        k=Dense(joined([kv.k.read() for kv in kvs], 0)),
+        v=Dense(joined([kv.v.read() for kv in kvs], 0)),
+        position=joined([kv.position for kv in kvs], FREE),
+        log_mass=joined([kv.log_mass for kv in kvs], NEG_INF),
+        pinned=joined([kv.pinned for kv in kvs], False),
         columns=columns,
-        used=jnp.concatenate([kv.used for kv in kvs], 1),
-        dropped=jnp.concatenate([kv.dropped for kv in kvs], 1),
+        used=in_head_order(transform, cache, [kv.used for kv in kvs]),
+        dropped=in_head_order(transform, cache, [kv.dropped for kv in kvs]),
         length=first.kv.length,
         capacity=slots,
         max_new=most - first.kv.max_prompt,
     )
-    slot = jnp.where(kv.live, slot_numbers(kv.shape), -1)
-    kv = kv.with_column(RECTANGLE_SLOT, slot, fill=-1, merge="keep")
-    window = made.window
-    if window is not None:
-        query = jnp.concatenate([part.window.query for part in cache], 1)
-        window = QueryWindow(query, first.window.position)
-    states = [_deciding(part, transform) for part in cache]
+    reading = begin(dataclasses.replace(made, kv=kv), document=document)
+    kv = reading.kv.with_column(STORED_SLOT, columns[STORED_SLOT].values)
+    queries = readings[0].queries
+    if queries is not None:
+        of_groups = [x.queries.query for x in readings]
+        by_kv_head = [x.reshape(len(x), -1, group, *x.shape[2:]) for x in of_groups]
+        query = in_head_order(transform, cache, by_kv_head)
+        query = query.reshape(len(query), -1, *query.shape[3:])
+        queries = queries._replace(query=query)
+    whole = dataclasses.replace(reading.cache, kv=kv)
+    return dataclasses.replace(reading, cache=whole, queries=queries)
+
+
+def all_heads_of(transform: KVTransform, cache: Cache) -> AllHeads | None:
+    """Returns the state of a layer's method for all heads; None: it has no such method."""
+    if not isinstance(transform, HeadGroups) or transform.whole is None:
+        return None
+    parts = layer_caches(cache)
+    made = jax.eval_shape(lambda: _cache_like(transform.whole, parts[0], transform.kv_heads))
+    states = [_deciding(part, transform) for part in parts]
     state = jax.tree.map(_join_state, made.state, *states)
-    numbers = jnp.concatenate([jnp.asarray(heads) for heads in transform.heads_in(cache)])
-    return (dataclasses.replace(made, kv=kv, state=state, window=window, heads=numbers),)
+    return state, jnp.concatenate([jnp.asarray(heads) for heads in transform.heads_in(parts)])
 
 
-def cut(
-    transform: HeadGroups, cache: tuple[LayerCache, ...], all_heads: LayerCache
-) -> tuple[LayerCache, ...]:
-    """Cuts a cache of all heads into the rectangles of head groups, and stores them in their form.
+def method_for_all(transform: KVTransform, reading: Reading) -> KVTransform | None:
+    """Returns the method that decides for all heads of a layer what stays of a reading, if any.
+
+    It is compiled once for all layers. Each group decides for itself where keys are stored
+    unrotated, or query head by query head. So it does where a document's slots get other values: a
+    fit would take as many slots of each head as the largest has.
+    """
+    needs = needs_of(transform)
+    fits = reading.record is not None and needs.writes_values
+    if not isinstance(transform, HeadGroups) or fits or needs.unrotated_keys or needs.unfold:
+        return None
+    return transform.whole
+
+
+def decide_for_all(cache: LayerCache, heads: Int[Array, " H"], reading: Reading) -> Reading:
+    """Lets the method for all heads evict or merge, for `cut`.
 
     Args:
-      transform: the groups.
-      cache: of the groups, as it was before the prompt. Donate it.
-      all_heads: the cache of all heads after the prompt. Each head's tokens are its first ones.
+      cache: an empty one of the method, with its state.
+      heads: KV heads in its order.
+      reading: of the whole layer.
 
     Returns:
-      The cache of the groups after the prompt. What was stored stays as it is, bit for bit.
+      A reading of the heads in the method's order, whose tokens are in the first slots.
     """
+    return evicted(_reading_of(cache, of_heads(reading, heads)), to_front=True)
+
+
+def cut(transform: KVTransform, cache: Cache, reading: Reading) -> Cache:
+    """Ends a prompt that was read for a whole layer, in each rectangle of the layer's cache.
+
+    Nothing is attended to: the reading holds what the methods need of the prompt's attention.
+
+    Args:
+      transform: of the cache.
+      cache: as it was before the prompt. Donate it.
+      reading: by a transform whose needs include those of the cache's; or what `decide_for_all`
+        has left of it, which is only stored.
+
+    Returns:
+      The cache after the prompt. What was stored stays as it is, bit for bit.
+    """
+    if not isinstance(transform, HeadGroups):
+        return compress(_reading_of(cache, reading), to_front=True)
+    if reading.transform != transform.whole:
+        heads_of_parts = zip(cache, transform.heads_in(cache), strict=True)
+        of_parts = (_reading_of(part, of_heads(reading, heads)) for part, heads in heads_of_parts)
+        return tuple(compress(of_part, to_front=True) for of_part in of_parts)
     after, start = [], 0
-    for (numbers, _), part in zip(transform.groups, cache, strict=True):
-        heads, slots = slice(start, start + len(numbers)), part.kv.capacity
-        start += len(numbers)
-        kv, new = part.kv, all_heads.kv
-        form = None if isinstance(kv.k, Dense) else (kv.k, kv.v)
-        k, v = (Dense(payload.read()[:, heads, :slots]) for payload in (new.k, new.v))
-        columns = {
-            name: dataclasses.replace(column, values=new.column(name)[:, heads, :slots])
-            if name in new.columns else column
-            for name, column in kv.columns.items()
-        }  # fmt: skip
-        kv = kv.replace(
-            k=k, v=v, columns=columns, length=new.length,
-            used=jnp.minimum(new.used[:, heads], slots),
-            dropped=new.dropped[:, heads] + jnp.maximum(new.used[:, heads] - slots, 0),
-            **{
-                name: getattr(new, name)[:, heads, :slots]
-                for name in ("position", "log_mass", "pinned")
-            },
-        )  # fmt: skip
-        if RECTANGLE_SLOT in new.columns:
-            slot = new.column(RECTANGLE_SLOT)[:, heads, :slots]
-            kv = kv.with_column(STORED_SLOT, slot, fill=-1, merge="keep")
-        query = query_heads(range(heads.start, heads.stop), kv.group)
-        queries, sinks = all_heads.window, all_heads.options.sinks
-        if queries is not None:
-            queries = queries._replace(query=queries.query[:, query])
-        options = dataclasses.replace(part.options, sinks=None if sinks is None else sinks[query])
-        changed = jax.tree.map(
-            functools.partial(_cut_state, heads=heads),
-            all_heads.state, _deciding(part, transform),
-        )  # fmt: skip
-        old = states_of_parts(part.transform, part.state)
-        new_states = states_of_parts(transform.whole, changed)
-        states = (*new_states, *old[len(new_states) :])
-        reading = Reading(
-            dataclasses.replace(
-                part, kv=kv, state=state_of_parts(part.transform, states), window=None
-            ),
-            form, new.length > part.kv.length, part.kv.length, queries, record=None, rope=None,
-            options=options,
-        )  # fmt: skip
-        after.append(stored(reading))
+    for part in layer_caches(cache):
+        heads = range(start, start + part.kv.shape[1])
+        start = heads.stop
+        after.append(stored(_decided_reading_of(part, transform, heads, reading)))
     return tuple(after)
+
+
+def of_heads(reading: Reading, heads: Heads) -> Reading:
+    """Returns the reading of some KV heads, each with its query heads."""
+    kv, kv_heads, query = reading.kv, jnp.asarray(heads), query_heads(heads, reading.kv.group)
+    k, v = (Dense(payload.read()[:, kv_heads]) for payload in (kv.k, kv.v))
+    used, dropped = kv.used[:, kv_heads], kv.dropped[:, kv_heads]
+    kv = kv.map_slots(lambda x: x[:, kv_heads]).replace(k=k, v=v, used=used, dropped=dropped)
+    queries, record = reading.queries, reading.record
+    if queries is not None:
+        queries = queries._replace(query=queries.query[:, query])
+    if record is not None:
+        record = record.of_heads(kv_heads, query)
+    cache, options = dataclasses.replace(reading.cache, kv=kv), reading.options.of_heads(query)
+    return dataclasses.replace(
+        reading, cache=cache, queries=queries, record=record, options=options
+    )
+
+
+def _reading_of(cache: LayerCache, reading: Reading) -> Reading:
+    """Makes, of a reading, the one that a cache would have of the same prompt, with these heads."""
+    seen = reading.kv
+    begun = begin(cache, empty=STORED_SLOT not in seen.columns)  # as it is in first prompts
+    needs, kv, k = cache.transform.needs, begun.kv, seen.k.read()
+    if seen.unrotated_keys and not needs.unrotated_keys:
+        k = reading.rope.rotate(k, seen.position[:, 0])
+
+    def new_values(name: str, column: Column) -> Array:
+        if name in seen.columns and name != "attention":  # which is added below, by query head
+            return kv.unfold(seen.columns[name].values)
+        shape = (*kv.shape[:2], seen.slots, *column.values.shape[3:])
+        return jnp.full(shape, column.fill, column.values.dtype)
+
+    columns = {
+        name: dataclasses.replace(column, values=new_values(name, column))
+        for name, column in kv.columns.items()
+    }
+    names = ("position", "log_mass", "pinned", "used", "dropped")
+    kv = kv.replace(
+        k=Dense(kv.unfold(k)), v=Dense(kv.unfold(seen.v.read())), length=seen.length,
+        columns=columns,
+        **{name: kv.unfold(getattr(seen, name)) for name in names},
+    )  # fmt: skip
+    if needs.accumulated_attention:
+        kv = add_attention(kv, accumulated_attention(seen))
+    queries = begun.queries
+    if queries is not None and reading.queries is not None:
+        size = queries.position.shape[1]
+        last, position = reading.queries
+        queries = QueryWindow(last[:, :, -size:], position[:, -size:])
+    layer = dataclasses.replace(begun.cache, kv=kv)
+    return dataclasses.replace(reading, cache=layer, stored=begun.stored, queries=queries)
+
+
+def _decided_reading_of(
+    part: LayerCache, transform: HeadGroups, heads: range, decided: Reading
+) -> Reading:
+    """Returns what the method for all heads has left of some of them, for their rectangle."""
+    reading, slots = _reading_of(part, of_heads(decided, heads)), part.kv.capacity
+    kv = reading.kv
+    k, v = (Dense(payload.read()[:, :, :slots]) for payload in (kv.k, kv.v))
+    kv = kv.map_slots(lambda x: x[:, :, :slots]).replace(
+        k=k, v=v, used=jnp.minimum(kv.used, slots),
+        dropped=kv.dropped + jnp.maximum(kv.used - slots, 0),
+    )  # fmt: skip
+    changed = jax.tree.map(
+        lambda whole, of_part: _cut_state(whole, of_part, heads),
+        decided.cache.state, _deciding(part, transform),
+    )  # fmt: skip
+    others = states_of_parts(part.transform, part.state)[len(parts_of(transform.whole)) :]
+    states = (*states_of_parts(transform.whole, changed), *others)
+    state = state_of_parts(part.transform, states)
+    return dataclasses.replace(
+        reading, cache=dataclasses.replace(reading.cache, kv=kv, state=state)
+    )
+
+
+def _cache_like(transform: KVTransform, part: LayerCache, kv_heads: int) -> LayerCache:
+    """Makes an empty cache of a transform with so many heads, in all else as this one."""
+    kv = part.kv
+    return init_cache(
+        transform, batch=kv.shape[0], kv_heads=kv_heads, query_heads=kv_heads * kv.group,
+        head_dim=kv.k.shape[3], max_prompt=kv.max_prompt, max_new=kv.max_new, dtype=kv.k.dtype,
+        layer=(layers_of(transform) or (0,))[0], max_length=part.max_length, **part.options.static,
+    )  # fmt: skip
 
 
 def _deciding(part: LayerCache, transform: HeadGroups) -> State:
@@ -167,10 +274,11 @@ def _deciding(part: LayerCache, transform: HeadGroups) -> State:
 def _join_state(whole: Array, *parts: Array) -> Array:
     """Joins arrays of the groups' states along the axis of heads, if they have one."""
     axis = _axis_of_heads(whole, parts[0])
-    return parts[0] if axis is None else jnp.concatenate(parts, axis)
+    # A copy, since the cache of the groups is donated before the joined state is gone.
+    return jnp.copy(parts[0]) if axis is None else jnp.concatenate(parts, axis)
 
 
-def _cut_state(whole: Array, part: Array, heads: slice) -> Array:
+def _cut_state(whole: Array, part: Array, heads: range) -> Array:
     """Returns what a group has of an array of the state of all heads."""
     axis = _axis_of_heads(whole, part)
     if axis is None:

@@ -256,7 +256,7 @@ def _attend_rectangle(
     """Makes a decode step, or reads a chunk of a prompt, which the last one completes."""
     if call.phase == "decode":
         return decode(cache, tokens, call)
-    reading = cache if isinstance(cache, Reading) else begin(cache)
+    reading = begin(cache)
     out, reading = (read if call.phase == "prompt" else look)(reading, tokens, call)
     if call.last:
         return out, compress(reading, call.implementation)

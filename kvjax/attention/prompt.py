@@ -10,31 +10,14 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.attention.call import (
-    Call,
-    Heads,
-    Tokens,
-    add_attention,
-    key_positions,
-    query_heads,
-    query_positions,
-)
-from kvjax.attention.layer import (
-    Cache,
-    LayerCache,
-    QueryWindow,
-    Reading,
-    kept_rope,
-    map_parts,
-)
-from kvjax.cache.payload import Dense
+from kvjax.attention.call import Call, Tokens, add_attention, key_positions, query_positions
+from kvjax.attention.layer import LayerCache, Part, QueryWindow, Reading, kept_rope, map_parts
 from kvjax.cache.rearrange import compact, decoded, encoded, widen
 from kvjax.cache.record import Record
-from kvjax.cache.slots import Column, append
+from kvjax.cache.slots import append
 from kvjax.compose.chain import parts_of, state_of_parts, states_of_parts
-from kvjax.compose.wrappers import HeadGroups
 from kvjax.decisions import decide
-from kvjax.protocol import Chunk, KVTransform, Look, Stage, Step, accumulated_attention, on_request
+from kvjax.protocol import Chunk, KVTransform, Look, Stage, Step, on_request
 from pallas_kernels import (
     Queries,
     Seen,
@@ -49,7 +32,7 @@ def begin(caches: Any, *, empty: bool = False, document: bool = False) -> Any:
     """Makes readings of caches, in which what they store is dense, for a prompt that is to come.
 
     Args:
-      caches: of one layer or of several. Donate them.
+      caches: of one layer or of several. Donate them. Readings stay as they are.
       empty: whether they are known to hold nothing. Then nothing is decoded, or brought from host
         memory.
       document: whether it is a document, of which the transform's probe makes a record.
@@ -57,7 +40,9 @@ def begin(caches: Any, *, empty: bool = False, document: bool = False) -> Any:
     return map_parts(functools.partial(_begin, empty=empty, document=document), caches)
 
 
-def _begin(cache: LayerCache, empty: bool, document: bool) -> Reading:
+def _begin(cache: Part, empty: bool, document: bool) -> Reading:
+    if isinstance(cache, Reading):
+        return cache
     kv, stored = decoded(cache.kv, empty=empty)
     batch, heads, _ = kv.shape
     queries, size = cache.window, cache.transform.needs.queries(kv.max_prompt)
@@ -193,10 +178,12 @@ def compress(
       to_front: whether the slots that stay become the first ones in any case. Otherwise they stay
         where they are if there are as many slots as the capacity, and no other part.
     """
-    return stored(_evicted(reading, implementation, to_front), implementation)
+    return stored(evicted(reading, implementation, to_front=to_front), implementation)
 
 
-def _evicted(reading: Reading, implementation: str | None, to_front: bool) -> Reading:
+def evicted(
+    reading: Reading, implementation: str | None = None, *, to_front: bool = False
+) -> Reading:
     """Carries out what the parts decide that evict or merge: the first half of `compress`."""
     cache, kv, transform = reading.cache, reading.kv, reading.transform
     parts, states = parts_of(transform), states_of_parts(transform, cache.state)
@@ -234,93 +221,3 @@ def stored(reading: Reading, implementation: str | None = None) -> LayerCache:
 def _evicting(parts: Sequence[KVTransform]) -> int:
     """Returns how many parts of a chain evict or merge; they come first."""
     return sum(part.stage == Stage.EVICT for part in parts)
-
-
-def read_for(transform: KVTransform, cache: Cache, reading: Reading) -> Reading | tuple:
-    """Makes, of a reading, the one that another method would have of the same prompt.
-
-    Nothing is attended to: the reading holds what the method needs of the prompt's attention.
-
-    Args:
-      transform: of the cache.
-      cache: an empty one of the layer, for as many rows and heads. Donate it.
-      reading: of a whole first prompt, by a transform whose needs include those of the method.
-
-    Returns:
-      A reading, or for `HeadGroups` one of each group.
-    """
-    if not isinstance(transform, HeadGroups):
-        return _with_room(_read_for(cache, reading))
-    groups = zip(cache, transform.heads_in(cache), strict=True)
-    return tuple(_with_room(_read_for(part, of_heads(reading, heads))) for part, heads in groups)
-
-
-def of_heads(reading: Reading, heads: Heads) -> Reading:
-    """Returns the reading of some KV heads, each with its query heads."""
-    kv, kv_heads, query = reading.kv, jnp.asarray(heads), query_heads(heads, reading.kv.group)
-    k, v = (Dense(payload.read()[:, kv_heads]) for payload in (kv.k, kv.v))
-    used, dropped = kv.used[:, kv_heads], kv.dropped[:, kv_heads]
-    kv = kv.map_slots(lambda x: x[:, kv_heads]).replace(k=k, v=v, used=used, dropped=dropped)
-    queries, record = reading.queries, reading.record
-    if queries is not None:
-        queries = queries._replace(query=queries.query[:, query])
-    if record is not None:
-        record = record.of_heads(kv_heads, query)
-    cache, options = dataclasses.replace(reading.cache, kv=kv), reading.options.of_heads(query)
-    return dataclasses.replace(
-        reading, cache=cache, queries=queries, record=record, options=options
-    )
-
-
-def _read_for(cache: LayerCache, reading: Reading) -> Reading:
-    """`read_for` with all heads of the reading, whose tokens are in the same slots in each."""
-    begun, seen = _begin(cache, empty=True, document=False), reading.kv
-    needs = cache.transform.needs
-    kv, k = begun.kv, seen.k.read()
-    if seen.unrotated_keys and not needs.unrotated_keys:
-        k = reading.rope.rotate(k, seen.position[:, 0])
-
-    def new_values(name: str, column: Column) -> Array:
-        if name in seen.columns and name != "attention":  # which is added below, by query head
-            return kv.unfold(seen.columns[name].values)
-        shape = (*kv.shape[:2], seen.slots, *column.values.shape[3:])
-        return jnp.full(shape, column.fill, column.values.dtype)
-
-    columns = {
-        name: dataclasses.replace(column, values=new_values(name, column))
-        for name, column in kv.columns.items()
-    }
-
-    names = ("position", "log_mass", "pinned", "used", "dropped")
-    kv = kv.replace(
-        k=Dense(kv.unfold(k)), v=Dense(kv.unfold(seen.v.read())), length=seen.length,
-        columns=columns,
-        **{name: kv.unfold(getattr(seen, name)) for name in names},
-    )  # fmt: skip
-    if needs.accumulated_attention:
-        kv = add_attention(kv, accumulated_attention(seen))
-    queries = begun.queries
-    if queries is not None and reading.queries is not None:
-        size = queries.position.shape[1]
-        last, position = reading.queries
-        queries = QueryWindow(last[:, :, -size:], position[:, -size:])
-    return dataclasses.replace(
-        begun, cache=dataclasses.replace(begun.cache, kv=kv), rows=reading.rows, queries=queries,
-        record=reading.record, rope=reading.rope, options=reading.options, phase=reading.phase,
-    )  # fmt: skip
-
-
-def _with_room(reading: Reading) -> Reading:
-    """Returns a reading with as many slots as `read` makes: slots are sorted when they are cut."""
-    kv, record = reading.kv, reading.record
-    if kv.slots > kv.capacity:
-        return reading
-    wide = widen(kv, min(kv.capacity + kv.slots, kv.max_tokens))
-    more = (0, wide.slots - kv.slots)
-    k, v = (  # slots of zeros, as there
-        jnp.pad(payload.read(), ((0, 0), (0, 0), more, (0, 0))) for payload in (kv.k, kv.v)
-    )
-    if record is not None:
-        record = record.with_slots(wide.slots)
-    cache = dataclasses.replace(reading.cache, kv=wide.replace(k=Dense(k), v=Dense(v)))
-    return dataclasses.replace(reading, cache=cache, record=record)

@@ -195,6 +195,11 @@ class HeadGroups(KVTransform):
         )
 
 
+def has_head_groups(layer: KVTransform) -> bool:
+    """Returns whether a bound layer's cache is a tuple, of one rectangle for each head group."""
+    return isinstance(layer, HeadGroups)
+
+
 def by_head_groups(layer: KVTransform) -> tuple[KVTransform, ...]:
     """Returns the transforms of a bound layer's head groups, or the one of all its heads."""
     return tuple(tx for _, tx in layer.groups) if isinstance(layer, HeadGroups) else (layer,)
@@ -214,10 +219,17 @@ def map_head_groups(
     return layer.map(lambda transform, _: function(transform))
 
 
-def in_head_order(heads: Sequence[Heads], arrays: Sequence[Array]) -> Array:
-    """Joins arrays `[B, H, ...]` of head groups, in the order of the layer's heads."""
-    order = jnp.argsort(jnp.concatenate([jnp.asarray(numbers) for numbers in heads]))
-    return jnp.concatenate(arrays, axis=1)[:, order]
+def in_head_order(layer: KVTransform, cache: Any, arrays: Sequence[Array]) -> Array:
+    """Joins arrays `[B, H, ...]` of a layer's head groups, in the order of the layer's heads.
+
+    Args:
+      layer, cache: the bound transform and its cache. Without head groups there is one array.
+      arrays: of each group.
+    """
+    if not isinstance(layer, HeadGroups):
+        return arrays[0]
+    order = jnp.concatenate([jnp.asarray(numbers) for numbers in layer.heads_in(cache)])
+    return jnp.concatenate(arrays, axis=1)[:, jnp.argsort(order)]
 
 
 @dataclass(frozen=True)

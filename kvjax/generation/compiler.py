@@ -31,27 +31,25 @@ class Compiler:
         self._on_compile, self._on_layer = on_compile, on_layer
         self._done: set[Hashable] = set()
 
-    def compile(
-        self, program: str, key: Hashable, function: Any, *args: Any, **options: Any
-    ) -> None:
-        """Compiles `function` for these arguments, unless that has been done for `key`.
+    def compile(self, program: str, function: Any, *args: Any) -> None:
+        """Compiles `function` for these arguments, unless that has been done for others like them.
 
         Args:
           program: what the program computes, in words for users.
-          key: equal for arguments that share compiled code.
         """
+        key = _kind(function, args)
         if key in self._done:
             return
         if self._on_compile is not None:
             self._on_compile(program)
         start = time.perf_counter()
-        function.lower(*args, **options).compile()
+        function.lower(*args).compile()
         self.seconds += time.perf_counter() - start
         self._done.add(key)
 
-    def run(self, program: str, key: Hashable, function: Any, *args: Any) -> Any:
+    def run(self, program: str, function: Any, *args: Any) -> Any:
         """Calls `function` with these arguments after `compile`, and returns what it returns."""
-        self.compile(program, key, function, *args)
+        self.compile(program, function, *args)
         return function(*args)
 
     def has_read(self, layer: int) -> None:
@@ -79,8 +77,9 @@ class Tracer:
     def __init__(self) -> None:
         self._results: dict[Hashable, Any] = {}
 
-    def run(self, program: str, key: Hashable, function: Any, *args: Any) -> Any:
-        """Traces `function`, unless that has been done for `key`, and returns abstract arrays."""
+    def run(self, program: str, function: Any, *args: Any) -> Any:
+        """Traces `function`, unless done for arguments like these, and returns abstract arrays."""
+        key = _kind(function, args)
         if key not in self._results:
             # Of an array, JAX looks at its layout and its devices as well, which takes longer.
             traced = function.trace(*jax.tree.map(_abstract, args))
@@ -91,6 +90,13 @@ class Tracer:
 
     def has_read(self, layer: int) -> None:
         """Nothing has been read."""
+
+
+def _kind(function: Any, args: tuple) -> Hashable:
+    """Returns what is equal for arguments that share compiled code: all but what is in arrays."""
+    leaves, tree = jax.tree.flatten(args)
+    kinds = ((x.shape, x.dtype) if hasattr(x, "shape") else x for x in leaves)
+    return function, tree, tuple(kinds)
 
 
 def _abstract(x: Any) -> Any:

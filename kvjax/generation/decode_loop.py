@@ -405,7 +405,7 @@ class Writing:
         """Chooses the first token of each active row."""
         greedy = bool(self._choice.numbers.temperature == 0)
         token, tokens, done, seen, broken = compiler.run(
-            "the choice of a token", "first", _first_tokens,
+            "the choice of a token", _first_tokens,
             self._room, greedy, self._mesh, self._choice, logits, length, seen, active,
         )  # fmt: skip
         return _Loop(
@@ -441,9 +441,7 @@ class Writing:
     ) -> None:
         """Compiles the decode loop and, if these steps will reach a flush, the flush."""
         until = put(np.int32(0), self._mesh)  # any number: it is an array of the compiled loop
-        compiler.compile(
-            "the decode loop", "loop", _decode, layers, self._model, loop, until, self._choice
-        )
+        compiler.compile("the decode loop", _decode, layers, self._model, loop, until, self._choice)
         interval = flush_interval(loop.caches)
         if interval is not None and waiting + self._max_new_tokens > interval:
             compile_flush(compiler, loop.caches, interval)

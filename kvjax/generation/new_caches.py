@@ -5,20 +5,20 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from kvjax.attention.all_heads import AllHeads, all_heads_of
 from kvjax.attention.init_cache import init_cache
 from kvjax.attention.layer import Cache, LayerCache, layer_caches, map_parts
 from kvjax.attention.parts import placed
 from kvjax.budgets.layers import layers_of
 from kvjax.checks import floating
 from kvjax.compiled_code import compiled
-from kvjax.compose.wrappers import HeadGroups
+from kvjax.compose.wrappers import Heads
 from kvjax.devices import mesh_of
 from kvjax.generation.model import FunctionalModel
-from kvjax.protocol import AttentionOptions, KVTransform
+from kvjax.protocol import AttentionOptions, KVTransform, State
 
 
 class CacheSize(NamedTuple):
@@ -86,38 +86,40 @@ class CacheSize(NamedTuple):
         return init_cache(transform, layer=layer, **self._asdict(), **options)
 
 
-@compiled(static_argnums=(0, 1))
-def states_of_layers(layers: tuple[KVTransform, ...], size: CacheSize) -> tuple:
-    """Returns the states of all layers' transforms for empty caches.
+class LayerStates(NamedTuple):
+    """Holds all that differs between the empty caches of layers that are alike.
 
-    They are all that differs between the empty caches of layers that are alike.
+    Args:
+      parts: state and heads of each rectangle of the layer's cache.
+      all_heads: state and heads of the method for all heads; None: there is none.
     """
+
+    parts: tuple[tuple[State, Heads | None], ...]
+    all_heads: AllHeads | None = None
+
+
+@compiled(static_argnums=(0, 1))
+def states_of_layers(layers: tuple[KVTransform, ...], size: CacheSize) -> tuple[LayerStates, ...]:
+    """Returns the states of all layers' transforms for empty caches."""
     return tuple(states_of(transform, size, layer) for layer, transform in enumerate(layers))
 
 
-def states_of(transform: KVTransform, size: CacheSize, layer: int) -> tuple:
-    """Returns the state and the heads of one layer's transform, for each of its head groups.
-
-    Where `HeadGroups` has a method for all heads, its state and heads come last.
-    """
+def states_of(transform: KVTransform, size: CacheSize, layer: int) -> LayerStates:
+    """Returns the states of one layer's transform for an empty cache."""
     cache = placed(size.cache(transform, layer))
-    states = tuple((part.state, part.heads) for part in layer_caches(cache))
-    if not isinstance(transform, HeadGroups) or transform.whole is None:
-        return states
-    heads = jnp.concatenate([jnp.asarray(numbers) for numbers in transform.heads_in(cache)])
-    (whole,) = layer_caches(placed(size.cache(transform.whole, layer)))
-    return (*states, (whole.state, heads))
+    parts = tuple((part.state, part.heads) for part in layer_caches(cache))
+    return LayerStates(parts, all_heads_of(transform, cache))
 
 
 def new_cache(
-    transform: KVTransform, size: CacheSize, attention: AttentionOptions, states: tuple
+    transform: KVTransform, size: CacheSize, attention: AttentionOptions, states: LayerStates
 ) -> Cache:
     """Makes an empty cache with these states, equal in all else for layers that are alike."""
     # Any layer that the transform is for will do, since its own state is replaced. It must be one
     # of those where the transform is bound to some.
     bound = layers_of(transform)
     cache = size.cache(transform, 0 if bound is None else bound[0], attention)
-    of_parts = iter(states)
+    of_parts = iter(states.parts)
 
     def with_state(part: LayerCache) -> LayerCache:
         state, heads = next(of_parts)

@@ -1,18 +1,27 @@
-"""Reads a prompt once for methods, or for head groups, each of which compresses it later."""
+"""Reads a prompt of a layer once, for head groups, layers or methods that differ."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from kvjax.attention.all_heads import cut, joined
-from kvjax.attention.layer import Cache, LayerCache, Reading, layer_caches, map_parts
-from kvjax.attention.parts import placement_of
-from kvjax.attention.prompt import compress, of_heads, read_for
+from jaxtyping import Array, Int
+
+from kvjax.attention.all_heads import (
+    AllHeads,
+    all_heads_of,
+    can_join,
+    cut,
+    decide_for_all,
+    join,
+    method_for_all,
+)
+from kvjax.attention.layer import Cache, Reading, layer_caches
+from kvjax.attention.rows import put_rows, take_rows
 from kvjax.compiled_code import compiled
-from kvjax.compose.wrappers import HeadGroups, by_head_groups, needs_of
+from kvjax.compose.wrappers import by_head_groups, has_head_groups, needs_of
 from kvjax.generation.compiler import Programs
-from kvjax.generation.new_caches import CacheSize, new_cache
+from kvjax.generation.new_caches import CacheSize, LayerStates, new_cache
 from kvjax.protocol import AttentionOptions, Extent, KVTransform, Needs
 
 
@@ -55,32 +64,40 @@ def reads_alone(layer: KVTransform, size: CacheSize) -> bool:
 
 
 FEWEST = 3  # transforms of layers that are alike, from which on they share a program that reads
-NO_STATES = (((), None),)  # the state and heads of `Observe`, as `states_of` returns them
+NO_STATES = LayerStates((((), None),))  # of `Observe`
 
 
 def observers_of(
     blocks: Sequence[Callable],
     attention: Sequence[AttentionOptions],
     layers: Sequence[KVTransform],
-    size: CacheSize | None,
+    size: CacheSize,
+    caches: Sequence[Cache] | None,
 ) -> list[Observe | None]:
     """Returns, for each layer, what reads the prompt in place of its transform; None: nothing does.
 
+    Head groups share a reading, since each would compute attention of its own, and a program for
+    each layout of `ByHead` would have the whole block in it.
+
     Layers may be alike but for their transforms, as with PyramidKV, whose layers differ in their
-    capacity. Then one program reads the prompt in all of them, and a smaller one for each transform
-    compresses what has been read. A program that does both has the layer's whole computation in it,
-    which would be compiled once more for each transform. It is used where layers that are alike
-    have one transform or two (ClusterKV's first layers keep all): it is a little faster, and two of
-    it compile about as fast as one that reads and two that compress. Head groups always share a
-    reading, since each would compute attention of its own.
+    capacity. Then one program reads a first prompt in all of them, and a smaller one for each
+    transform compresses what has been read. A program that does both has the layer's whole
+    computation in it, which would be compiled once more for each transform. It is used where layers
+    that are alike have one transform or two (ClusterKV's first layers keep all): it is a little
+    faster, and two of it compile about as fast as one that reads and two that compress. Further
+    prompts are read into caches of different sizes, so that they would not share a program.
 
     Args:
       blocks, attention: of the layers, as in `FunctionalModel`.
       layers: their transforms.
-      size: of the new caches, if the prompt is complete; else None, and each layer reads alone.
+      size: of the caches.
+      caches: of the layers; None: the prompt is the first one.
     """
+    if caches is not None:
+        pairs = zip(layers, caches, strict=True)
+        return [Observe.of(tx) if can_join(cache) else None for tx, cache in pairs]
     different = set(layers)
-    if size is None or any(reads_alone(tx, size) for tx in different):
+    if any(reads_alone(tx, size) for tx in different):
         return [None] * len(layers)
     observers = {tx: Observe.of(tx) for tx in different}
     alike = [
@@ -91,90 +108,47 @@ def observers_of(
     for key, transform in zip(alike, layers, strict=True):
         transforms.setdefault(key, set()).add(transform)
     return [
-        key[-1] if isinstance(tx, HeadGroups) or len(transforms[key]) >= FEWEST else None
+        key[-1] if has_head_groups(tx) or len(transforms[key]) >= FEWEST else None
         for key, tx in zip(alike, layers, strict=True)
     ]
 
 
-def decides_for_all(transform: KVTransform, document: bool) -> bool:
-    """Returns whether the method for all heads of head groups compresses a prompt.
+def slots_together(caches: Sequence[Cache]) -> tuple[int, int]:
+    """Returns the slots of every head in layers whose head groups read a further prompt together.
 
-    It does not where groups store keys unrotated, or query head by query head. Nor does it where a
-    document's slots get other values: a fit would take as many of each head as the largest has.
-
-    Args:
-      document: whether the prompt is a document.
-    """
-    if not isinstance(transform, HeadGroups) or transform.whole is None:
-        return False
-    needs = needs_of(transform)
-    fits = document and needs.writes_values
-    return not (fits or needs.unrotated_keys or needs.unfold)
-
-
-def slots_together(
-    layers: Sequence[KVTransform], caches: Sequence[Cache], document: bool
-) -> list[tuple[int, int] | None]:
-    """Returns the slots of a layer's heads where they read a further prompt together.
-
-    Rectangles differ from layout to layout, so that reading group by group would compile a whole
-    block for each layout. Together, all heads of these layers have as many slots as the largest
-    rectangle of any of them, so that one block is compiled.
-
-    Args:
-      layers, caches: of the model.
-      document: whether the prompt is a document.
+    They are those of the largest rectangle of all layers, so that one program of the block serves
+    all layouts.
 
     Returns:
-      For each layer the slots that all its heads have in the meantime, and at most while the prompt
-      is read, which is as much more as the smallest rectangle of any layer may get; None: it reads
-      as it is.
+      The slots of every head before the prompt, and the most while it is read, which is as much
+      more as the smallest rectangle may get.
     """
-    rectangles = [
-        [part.kv for part in layer_caches(cache)]
-        if decides_for_all(transform, document) and placement_of(cache) is None else []
-        for transform, cache in zip(layers, caches, strict=True)
-    ]  # fmt: skip
-    every = [kv for of_layer in rectangles for kv in of_layer]
-    largest = max((kv.slots for kv in every), default=0)
-    room = max((kv.max_tokens - kv.slots for kv in every), default=0)
-    return [(largest, largest + room) if of_layer else None for of_layer in rectangles]
+    joined = [part.kv for cache in caches if can_join(cache) for part in layer_caches(cache)]
+    largest = max((kv.slots for kv in joined), default=0)
+    return largest, largest + max((kv.max_tokens - kv.slots for kv in joined), default=0)
 
 
-def join_heads(
-    program: str,
-    transform: HeadGroups,
-    attention: AttentionOptions,
-    cache: Cache,
+@compiled(static_argnums=(0, 1, 2, 3))
+def join_layer(
+    observer: Observe,
+    transform: KVTransform,
     slots: tuple[int, int],
-    compiler: Programs,
-) -> tuple[LayerCache]:
-    """Joins the head groups of a layer into one cache, for as long as it reads a further prompt.
-
-    Args:
-      program: its name, as in `Compiler`.
-      attention: options of the layer's attention.
-      slots: of each head, as `slots_together` returns them.
-    """
-    return compiler.run(program, (transform, attention, slots), _join, transform, cache, *slots)
-
-
-def cut_heads(
-    program: str,
-    transform: HeadGroups,
-    attention: AttentionOptions,
+    document: bool,
     cache: Cache,
-    all_heads: LayerCache,
-    compiler: Programs,
-) -> Cache:
-    """Cuts what `join_heads` has joined into head groups again, when the prompt has been read.
+    rows: Int[Array, " G"] | None,
+) -> tuple[Reading, AllHeads | None]:
+    """Begins one reading of a further prompt for all heads of a layer, and joins their states.
 
     Args:
-      cache: of the head groups, as it was before. It is donated.
-      all_heads: the cache of all heads, afterwards.
+      observer: what reads the prompt.
+      transform: of the layer.
+      slots: as `slots_together` returns them.
+      document: whether the prompt is a document.
+      cache: of the layer.
+      rows: the rows that are read; None: all of them.
     """
-    key = transform, attention, all_heads.kv.shape
-    return compiler.run(program, key, _cut, transform, cache, all_heads)
+    cache = cache if rows is None else take_rows(cache, rows)
+    return join(observer, transform, cache, *slots, document), all_heads_of(transform, cache)
 
 
 def compress_layer(
@@ -182,7 +156,9 @@ def compress_layer(
     transform: KVTransform,
     size: CacheSize,
     attention: AttentionOptions,
-    states: tuple,
+    into: LayerStates | Cache,
+    all_heads: AllHeads | None,
+    rows: Int[Array, " G"] | None,
     reading: Reading,
     compiler: Programs,
 ) -> Cache:
@@ -190,22 +166,20 @@ def compress_layer(
 
     Args:
       program: its name, as in `Compiler`.
-      size: of the cache.
-      states: of the transform, for an empty cache. They are donated.
+      transform, attention: of the layer.
+      size: of the cache, with the rows that were read.
+      into: the states of a new cache, or the cache. They are donated.
+      all_heads: of the layer.
+      rows: the rows of the cache that were read; None: all of them.
     """
-    key, decided = (transform, size, attention, reading.kv.shape), reading
-    if isinstance(transform, HeadGroups) and transform.whole is not None:
-        *states, of_whole = states
-        if decides_for_all(transform, document=True):
-            decided = compiler.run(
-                "the decision of a layer", (transform.whole, *key[1:]), _decide,
-                transform.whole, size, attention, of_whole, reading,
-            )  # fmt: skip
-    return compiler.run(program, key, _compress, transform, size, attention, tuple(states), decided)
-
-
-_join = compiled(static_argnums=(0, 2, 3))(joined)
-_cut = compiled(static_argnums=0, donate_argnums=1)(cut)
+    whole = method_for_all(transform, reading)
+    if whole is not None:
+        reading = compiler.run(
+            "the decision of a layer", _decide, whole, size, attention, all_heads, reading
+        )
+    if isinstance(into, LayerStates):
+        into = into._replace(all_heads=None)
+    return compiler.run(program, _compress, transform, size, attention, into, rows, reading)
 
 
 @compiled(static_argnums=(0, 1, 2))
@@ -213,13 +187,13 @@ def _decide(
     whole: KVTransform,
     size: CacheSize,
     attention: AttentionOptions,
-    state_and_heads: tuple,
+    all_heads: AllHeads,
     reading: Reading,
-) -> LayerCache:
-    """Returns a cache of all heads in the groups' order, compressed by their method."""
-    cache = new_cache(whole, size, attention, ((state_and_heads[0], None),))
-    reading = read_for(whole, cache, of_heads(reading, state_and_heads[1]))
-    return compress(reading, to_front=True)
+) -> Reading:
+    """Returns what the method for all heads has left of a reading."""
+    state, heads = all_heads
+    cache = new_cache(whole, size, attention, LayerStates(((state, None),)))
+    return decide_for_all(cache, heads, reading)
 
 
 @compiled(static_argnums=(0, 1, 2), donate_argnums=3)
@@ -227,11 +201,14 @@ def _compress(
     transform: KVTransform,
     size: CacheSize,
     attention: AttentionOptions,
-    states: tuple,
-    decided: Reading | LayerCache,
+    into: LayerStates | Cache,
+    rows: Int[Array, " G"] | None,
+    reading: Reading,
 ) -> Cache:
-    """Returns a layer's cache, made of a reading, or of the cache that `_decide` returns."""
-    cache = new_cache(transform, size, attention, states)
-    if isinstance(decided, LayerCache):
-        return cut(transform, cache, decided)
-    return map_parts(compress, read_for(transform, cache, decided))
+    """Returns a layer's cache, made of a reading, or of what `_decide` has left of it."""
+    cache = into
+    if isinstance(into, LayerStates):
+        cache = new_cache(transform, size, attention, into)
+    if rows is None:
+        return cut(transform, cache, reading)
+    return put_rows(cache, rows, cut(transform, take_rows(cache, rows), reading))

@@ -12,10 +12,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from kvjax.attention.all_heads import of_all_heads
 from kvjax.attention.attend import begin_document, complete
 from kvjax.attention.kept_tokens import kept_tokens
-from kvjax.attention.layer import Cache, layer_caches
+from kvjax.attention.layer import Cache, Reading, layer_caches
 from kvjax.attention.parts import mesh_of_cache, placed
 from kvjax.attention.prompt import before_look, begin
 from kvjax.attention.rows import put_rows, take_rows
@@ -24,12 +23,18 @@ from kvjax.devices import by_rows, mesh_of
 from kvjax.generation.compiler import Compiler, Programs, Tracer
 from kvjax.generation.groups import Group, Pieces, join_groups
 from kvjax.generation.model import FunctionalModel
-from kvjax.generation.new_caches import CacheSize, new_cache, states_of, states_of_layers
+from kvjax.generation.new_caches import (
+    CacheSize,
+    LayerStates,
+    new_cache,
+    states_of,
+    states_of_layers,
+)
 from kvjax.generation.observe import (
     NO_STATES,
+    Observe,
     compress_layer,
-    cut_heads,
-    join_heads,
+    join_layer,
     observers_of,
     slots_together,
 )
@@ -67,19 +72,22 @@ class Into(NamedTuple):
     """Names what a group's prompts are read into.
 
     Args:
-      size: of new caches; None: there are caches.
-      caches: by layer, the states of new caches, or the caches of all rows.
+      size: of caches of the group's rows.
+      new: whether these are new.
+      layers: by layer, the states of new caches, or the caches of all rows.
     """
 
-    size: CacheSize | None
-    caches: tuple[Any, ...]
+    size: CacheSize
+    new: bool
+    layers: tuple[Any, ...]
 
 
 def read_prompt(
     model: FunctionalModel,
     layers: tuple[KVTransform, ...],
     groups: Sequence[Group],
-    caches: tuple[Cache, ...] | CacheSize,
+    size: CacheSize,
+    caches: tuple[Cache, ...] | None,
     compiler: Compiler,
     last: bool = True,
     then: Then | None = None,
@@ -94,20 +102,19 @@ def read_prompt(
 
     Args:
       groups: the prompts. Rows in no group have no tokens: their caches stay, their logits are 0.
-      caches: caches of earlier turns, which are donated; or the sizes of new ones.
+      size: of the caches.
+      caches: caches of earlier turns, which are donated; None: new ones are made.
       compiler: is told of each layer that has read the prompt; of those of a model that does not
         show its parts, after the whole prompt.
       last: whether this ends the prompt, so that the caches are compressed; else they are readings,
         as in `attend`.
       then: traces what comes after the prompt, given abstract logits and caches; None: nothing.
     """
-    if isinstance(caches, CacheSize):
-        into = []
-        for size in (caches._replace(batch=len(group.tokens)) for group in groups):
-            compiler.compile("the caches", ("states", size), states_of_layers, layers, size)
-            into.append(Into(size, states_of_layers(layers, size)))
-    else:
-        into = [Into(None, caches)] * len(groups)
+    into = []
+    for of_rows in (size._replace(batch=len(group.tokens)) for group in groups):
+        if caches is None:
+            compiler.compile("the caches", states_of_layers, layers, of_rows)
+        into.append(Into(of_rows, caches is None, caches or states_of_layers(layers, of_rows)))
     read = functools.partial(_read_whole_model, model)
     if model.parts is not None:
         read = functools.partial(_read_by_layer, model, model.parts.split(model.params))
@@ -149,19 +156,20 @@ def _read_by_layer(
     Returns:
       The logits of each group, and the caches of all rows.
     """
-    parts, mesh, size = model.parts, mesh_of(model.params), into[0].size
+    parts, mesh, (size, is_new, caches) = model.parts, mesh_of(model.params), into[0]
     attention = tuple(map(model.attention, range(len(layers))))
-    observers = observers_of(parts.blocks, attention, layers, size if last else None)
-    together: Sequence[tuple[int, int] | None] = [None] * len(layers)
-    if size is None and last:
-        together = slots_together(layers, into[0].caches, groups[0].looking is not None)
+    observers: list[Observe | None] = [None] * len(layers)
+    if last:
+        before = None if is_new else caches
+        observers = observers_of(parts.blocks, attention, layers, size, before)
+    slots = (0, 0) if is_new else slots_together(caches)
     is_long = sum(group.tokens.size for group in groups) >= LONG_PROMPT
     gives_back = is_long and isinstance(compiler, Compiler) and jax.default_backend() == "cpu"
 
     def embedded(tokens: Group | Pieces) -> Array:
         return compiler.run(
-            "the embedding", ("embed", tokens.tokens.shape), _embed,
-            parts.embed, mesh, model.params, tokens.tokens, tokens.positions,
+            "the embedding", _embed, parts.embed, mesh, model.params, tokens.tokens,
+            tokens.positions,
         )  # fmt: skip
 
     def looking(group: Group) -> tuple[Pieces, ...] | None:
@@ -173,47 +181,45 @@ def _read_by_layer(
     passing: list[Any] = [(embedded(group), group.positions, looking(group)) for group in groups]
     new_caches = []
     for layer, layer_params in enumerate(params):
-        transform, observer = layers[layer], observers[layer]
-        group_caches, cache, slots = [], into[0].caches[layer], together[layer]
-        of_layer, groups_cache = f"layer {layer + 1} of {len(layers)}", cache
-        if slots is not None:
-            cache = join_heads(
-                f"the heads of {of_layer}", transform, attention[layer], cache, slots, compiler
-            )
-            transform = of_all_heads(transform)
-        for number, (group, (size, caches)) in enumerate(zip(groups, into, strict=True)):
+        transform, observer, group_caches = layers[layer], observers[layer], []
+        of_layer, cache = f"layer {layer + 1} of {len(layers)}", caches[layer]
+        for number, (group, (size, _, by_layer)) in enumerate(zip(groups, into, strict=True)):
             # Each group of an earlier turn's cache writes its rows into the same cache.
-            states_or_cache, rows = (cache, group.rows) if size is None else (caches[layer], None)
-            how = LayerPass(parts.blocks[layer], transform, size, attention[layer], last)
-            reads_into = states_or_cache
-            if observer is not None and size is not None:  # nothing is written after the prompt
-                how = how._replace(transform=observer, size=size._replace(max_new=0), last=False)
-                reads_into = NO_STATES
-            shapes = slots, *jax.tree.map(lambda x: x.shape, passing[number])
+            states_or_cache, rows = (by_layer[layer], None) if is_new else (cache, group.rows)
+            how = LayerPass(
+                parts.blocks[layer], transform, size if is_new else None, attention[layer], last
+            )
+            reads, joined, all_heads = (states_or_cache, rows), None, None
+            if observer is not None:
+                how, reads = how._replace(transform=observer, last=False), (NO_STATES, None)
+                if is_new:  # nothing is written after the prompt
+                    how = how._replace(size=size._replace(max_new=0))
+                    all_heads = states_or_cache.all_heads
+                else:
+                    joined, all_heads = compiler.run(
+                        f"the heads of {of_layer}", join_layer, observer, transform, slots,
+                        group.looking is not None, cache, rows,
+                    )  # fmt: skip
             *passing[number], cache = compiler.run(
-                f"the prompt pass of {of_layer}", (how, shapes), _read_layer,
-                how, layer_params, reads_into, rows, *passing[number],
+                f"the prompt pass of {of_layer}", _read_layer, how, layer_params, *reads,
+                *passing[number], joined,
             )  # fmt: skip
             if observer is not None:
-                settings = f"the compression of {of_layer}", transform, size, attention[layer]
-                cache = compress_layer(*settings, states_or_cache, cache, compiler)
+                cache = compress_layer(
+                    f"the compression of {of_layer}", transform, size, attention[layer],
+                    states_or_cache, all_heads, rows, cache, compiler,
+                )  # fmt: skip
             # Waiting bounds the memory: a layer that is queued has its arrays already.
             cache = jax.block_until_ready(cache)
             group_caches.append(cache)
-        if slots is not None:
-            program = f"the head groups of {of_layer}"
-            settings = program, layers[layer], attention[layer]
-            (all_heads,) = layer_caches(cache)
-            cache = jax.block_until_ready(cut_heads(*settings, groups_cache, all_heads, compiler))
-        is_new = into[0].size is not None
         new_caches.append(_together(groups, group_caches, compiler) if is_new else cache)
         if gives_back:
             give_back_freed()
         compiler.has_read(layer)
     logits = [
         compiler.run(
-            "the logits", ("head", x.shape), _last_logits,
-            parts.head, mesh, model.params, x, positions, group.positions,
+            "the logits", _last_logits, parts.head, mesh, model.params, x, positions,
+            group.positions,
         )
         for group, (x, positions, _) in zip(groups, passing, strict=True)
     ]  # fmt: skip
@@ -229,19 +235,19 @@ def _read_whole_model(
     compiler: Programs,
 ) -> tuple[list[Array], tuple[Cache, ...]]:
     """Does what `_read_by_layer` does, for a model that does not show its parts."""
-    logits, group_caches, caches = [], [], into[0].caches
-    for group, (size, states) in zip(groups, into, strict=True):
-        if size is not None:
+    logits, group_caches, (_, is_new, caches) = [], [], into[0]
+    for group, (size, _, states) in zip(groups, into, strict=True):
+        if is_new:
             group, caches = group._replace(rows=None), states
         group_logits, caches = jax.block_until_ready(
             compiler.run(
-                "the prompt pass", ("prompt", group.tokens.shape), _read_whole,
-                layers, size, last, model, group, caches,
+                "the prompt pass", _read_whole, layers, size if is_new else None, last, model,
+                group, caches,
             )
         )  # fmt: skip
         logits.append(group_logits)
         group_caches.append(caches)
-    if into[0].size is not None:
+    if is_new:
         by_layer = map(list, zip(*group_caches, strict=True))
         caches = tuple(_together(groups, of_layer, compiler) for of_layer in by_layer)
     for layer in range(len(layers)):
@@ -259,13 +265,8 @@ def _together(groups: Sequence[Group], caches: list[Cache], compiler: Programs) 
     if groups[0].rows is None:
         return caches[0]
     order = np.argsort(_rows_of(groups))
-    shapes = tuple(x.shape for x in jax.tree.leaves(caches))
-    return jax.block_until_ready(
-        compiler.run(
-            "one cache of all rows", (jax.tree.structure(caches), order.shape, shapes), join_groups,
-            order, tuple(caches),
-        )
-    )  # fmt: skip
+    joined = compiler.run("one cache of all rows", join_groups, order, tuple(caches))
+    return jax.block_until_ready(joined)
 
 
 def cache_shapes(
@@ -310,11 +311,12 @@ def _embed(
 def _read_layer(
     how: LayerPass,
     layer_params: Any,
-    into: Cache | tuple,
+    into: Cache | LayerStates,
     rows: Int[Array, " B"] | None,
     x: Float[Array, "B T C"],
     positions: Int[Array, "B T"],
     looking: tuple[Pieces, ...] | None = None,
+    joined: Reading | None = None,
 ) -> tuple[Array, Array, tuple[Pieces, ...] | None, Cache]:
     """Reads a prompt, and what looks at it if it is a document, through one layer.
 
@@ -322,11 +324,13 @@ def _read_layer(
       into: the states of a new cache, or the layer's cache.
       rows: the rows of the cache that the tokens are of; None: all of them.
       looking: what looks at the document; None: the prompt is not one.
+      joined: the reading that begins for all heads of a layer with a cache, in the place of `into`.
+        It is not donated, since it grows.
 
     Returns:
       The states that leave the layer, their positions, what looks, and the cache.
     """
-    (block, transform, size, attention, last), cache = how, into
+    (block, transform, size, attention, last), cache = how, joined or into
     if size is not None:
         cache = new_cache(transform, size, attention, into)
         cache = begin(cache, empty=True, document=looking is not None)

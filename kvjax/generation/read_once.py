@@ -147,11 +147,11 @@ def _compressed(
     compiler: Compiler,
 ) -> tuple[Cache, ...]:
     """Compresses the readings of all layers; layers that are alike share compiled code."""
-    states = compiler.run("the caches", ("states", layers), states_of_layers, layers, size)
+    states = compiler.run("the caches", states_of_layers, layers, size)
     caches = [
         compress_layer(
             "the compression of a layer", transform, size, model.attention(layer), states[layer],
-            reading, compiler,
+            states[layer].all_heads, None, reading, compiler,
         )
         for layer, (transform, reading) in enumerate(zip(layers, readings, strict=True))
     ]  # fmt: skip

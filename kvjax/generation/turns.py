@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
@@ -32,8 +31,7 @@ _flush_layer = compiled(static_argnums=1, donate_argnums=0)(flush)
 def compile_flush(compiler: Programs, caches: tuple[Cache, ...], interval: int) -> None:
     """Compiles the flush of each layer, once for all layers whose caches are alike."""
     for cache in caches:
-        key = jax.tree.structure(cache), tuple(x.shape for x in jax.tree.leaves(cache))
-        compiler.compile("the flush", key, _flush_layer, cache, interval)
+        compiler.compile("the flush", _flush_layer, cache, interval)
 
 
 def flush_all(caches: tuple[Cache, ...], interval: int) -> tuple[Cache, ...]:
@@ -78,7 +76,7 @@ def first_turn(
     length = np.array([len(prompt) for prompt in prompts], np.int32)
     document = True if document is None else document
     groups = looked_at(groups, prompts, length, document, model, layers)
-    logits, caches = read_prompt(model, layers, groups, size, compiler, last, then)
+    logits, caches = read_prompt(model, layers, groups, size, None, compiler, last, then)
     return Context(
         caches=caches,
         logits=logits,
@@ -143,7 +141,7 @@ def further_turn(
             then(tracer, logits, caches)
 
     logits, caches = read_prompt(
-        model, context.layers, groups, context.caches, compiler, last, flush_and_then
+        model, context.layers, groups, context.size, context.caches, compiler, last, flush_and_then
     )
     if interval is not None:
         compile_flush(compiler, caches, interval)

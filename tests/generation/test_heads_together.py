@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.attention.all_heads import can_join
 from kvjax.generation import groups, observe, prompt_pass
-from kvjax.generation.compiler import Compiler
 from kvjax.generation.observe import slots_together
 from tests.generation.test_generate import RAGGED
 from tests.generation.test_observe import LAYERS, PROFILE, SIZES, model
@@ -45,14 +45,14 @@ TURNS = [[[7, 3, 9, 1, 4], None, [11, 2]], [[5, 9, 2], [8], [1, 6, 3, 3]], [None
 
 def programs() -> tuple[int, int, int]:
     return (
-        prompt_pass._read_layer._cache_size(), observe._join._cache_size(),
-        observe._cut._cache_size(),
+        prompt_pass._read_layer._cache_size(), observe.join_layer._cache_size(),
+        observe._compress._cache_size(),
     )  # fmt: skip
 
 
 def alone(monkeypatch) -> None:
     """Makes each group read by itself from now on."""
-    monkeypatch.setattr(prompt_pass, "slots_together", lambda layers, *args: [None] * len(layers))
+    monkeypatch.setattr(observe, "can_join", lambda cache: False)
 
 
 def conversation(transform, turns=TURNS, document=None) -> list:
@@ -102,19 +102,11 @@ def test_turns_are_those_of_groups_alone(name, monkeypatch):
 
 @pytest.mark.parametrize("name", some_slow(["kvzip", "kvzip with fit"], "kvzip"))
 def test_further_documents_are_those_of_groups_alone(name, monkeypatch):
-    """They are looked at; with a fit each group reads them by itself."""
+    """They are looked at, and fitted in each rectangle."""
     turns = [[[7, 3, 9, 1, 4] * 3, [6, 2] * 9, None], [[5, 9, 2], None, [8]]]
-    words, calls = Words((1, 2), (3,)), []
-    join_heads = prompt_pass.join_heads
-
-    def noted(*args):
-        if isinstance(args[-1], Compiler):  # and not a `Tracer`
-            calls.append(args)
-        return join_heads(*args)
-
-    monkeypatch.setattr(prompt_pass, "join_heads", noted)
+    words, before = Words((1, 2), (3,)), programs()
     together = conversation(METHODS[name], turns, words)
-    assert len(calls) == (2 * LAYERS if name == "kvzip" else 0)
+    assert programs()[1] > before[1]
     alone(monkeypatch)
     for one, other in zip(together, conversation(METHODS[name], turns, words), strict=True):
         same(one, other, KINDS.get(name, "accumulated"))
@@ -168,7 +160,7 @@ def test_one_program_of_a_block_and_none_for_the_next_question():
     after = programs()
     assert after[0] == first[0] + 1
     assert {name.rsplit(" layer ")[0] for name in compiled} >= {
-        "the heads of", "the prompt pass of", "the head groups of",
+        "the heads of", "the prompt pass of", "the decision of a layer", "the compression of",
     }  # fmt: skip
     kvjax.generate(model(), [[5], [6, 1], None], context=context, max_new_tokens=2)
     assert programs() == after
@@ -183,16 +175,18 @@ def test_a_question_without_room_is_refused():
 
 
 def test_slots_are_those_of_the_largest_rectangle():
-    layers = kvjax.bind(METHODS["snapkv"], LAYERS)
     sizes = {"batch": 1, "kv_heads": 2, "head_dim": 8, "max_prompt": 4000, "max_new": 0}
-    caches = [kvjax.init_cache(tx, layer=n, **sizes) for n, tx in enumerate(layers)]
-    every = [part.kv.slots for cache in caches for part in cache]
-    expected = (max(every), max(every) + 4000 - min(every))
-    assert slots_together(layers, caches, document=False) == [expected] * LAYERS
-    kvcrush = kvjax.bind(by_head(kvjax.KVCrush(SNAPKV)), LAYERS)  # its bits are those of all heads
-    caches = [kvjax.init_cache(tx, layer=n, **sizes) for n, tx in enumerate(kvcrush)]
-    assert slots_together(kvcrush, caches, document=False) == [None] * LAYERS
-    groups_of_others = kvjax.HeadGroups((((0,), kvjax.Full()), ((1,), kvjax.H2O(20))))
-    cache = kvjax.init_cache(groups_of_others, **sizes)
-    full = kvjax.init_cache(kvjax.Full(), **sizes)
-    assert slots_together([groups_of_others, kvjax.Full()], [cache, full], False) == [None, None]
+
+    def caches(transform):
+        layers = kvjax.bind(transform, LAYERS)
+        return [kvjax.init_cache(tx, layer=n, **sizes) for n, tx in enumerate(layers)]
+
+    joined = caches(METHODS["snapkv"])
+    every = [part.kv.slots for cache in joined for part in cache]
+    assert slots_together(joined) == (max(every), max(every) + 4000 - min(every))
+    crushed = by_head(kvjax.KVCrush(SNAPKV))  # has no method for all heads: bits are of a rectangle
+    assert all(map(can_join, caches(crushed)))
+    others = kvjax.HeadGroups((((0,), kvjax.Full()), ((1,), kvjax.H2O(20))))
+    apart = [*caches(others), *caches(kvjax.Full())]
+    assert not any(map(can_join, apart))
+    assert slots_together(apart) == (0, 0)

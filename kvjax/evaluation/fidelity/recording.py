@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.attention.layer import Cache, LayerCache, layer_caches, map_parts
 from kvjax.cache.rope import Rope
 from kvjax.cache.slots import KVCache
-from kvjax.compose.wrappers import HeadGroups, in_head_order, map_head_groups
+from kvjax.compose.wrappers import in_head_order, map_head_groups
 from kvjax.decisions import Decision
 from kvjax.protocol import AttentionOptions, KVTransform, State, Step, View, Wrapper
 from pallas_kernels import Queries, Seen, decode_attention
@@ -117,9 +117,7 @@ def looked_at(
     If each query head has its own list, the list of a KV head joins those of its query heads.
     """
     marks = [holds(x.seen.reshape(*x.key.shape[:2], -1), length) for x in records]
-    if not isinstance(layer, HeadGroups):
-        return marks[0]
-    return in_head_order(layer.heads_in(cache), marks)
+    return in_head_order(layer, cache, marks)
 
 
 def attend_to_all(
