@@ -186,7 +186,7 @@ def test_one_reading_has_one_probe():
         (np.ones((1, 3), np.int32), ValueError, r"got int32 of shape \(1, 3\)"),
         (np.ones((2, 1, 3), np.int32), ValueError, r"got int32 of shape \(2, 1, 3\)"),
         (np.ones((1, 1, 3)), ValueError, r"got float64 of shape"),
-        (np.full((1, 1, 3), 256), ValueError, "below 256, as the vocabulary is, got 256"),
+        (np.full((1, 1, 3), 256), ValueError, "below 256, the size of the vocabulary, got 256"),
     ],
     ids=["list", "no pieces", "too many rows", "floats", "unknown token"],
 )
