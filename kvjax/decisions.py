@@ -7,9 +7,10 @@ A transform's `on_prompt`, `on_flush` and `on_step` return one of these or None.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from kvjax.cache.remainders import exact_values, write_values
 from kvjax.cache.selection import evict_worst, evictable, keep_best, newest
 from kvjax.cache.slots import KVCache, evict
 from kvjax.devices import all_heads
-from kvjax.protocol import GroupReduce, KVTransform, State, Step, decided_by
+from kvjax.protocol import GroupReduce, KVTransform, State, Step, check_made, decided_by
 
 Rows = Bool[Array, " B"] | Bool[Array, "B H"]
 
@@ -58,9 +59,57 @@ class Decision:
             return jnp.ones((1, 1, 1), bool)
         return self.rows.reshape(self.rows.shape[0], -1, 1)
 
+    def check(self, cache: KVCache, whose: str) -> None:
+        """Raises TypeError or ValueError where a field is not the array that its annotation says.
+
+        Args:
+          whose: the member of a method that has made the decision.
+        """
+        batch, heads, slots = cache.shape
+        sizes = {"B": batch, "H": heads, "Q": heads * cache.group, "S": slots}
+        for name, kinds in _annotations(type(self)).items():
+            value = getattr(self, name)
+            if any(_is_of(kind, value, sizes) for kind in kinds):
+                continue
+            shown = f"{value!r:.40}"
+            if hasattr(value, "shape"):
+                shown = f"{value.dtype} of shape {tuple(value.shape)}"
+            expected = " or ".join(_shown(kind) for kind in kinds if kind is not type(None))
+            used = ", ".join(f"{x} = {n}" for x, n in sizes.items() if x in expected)
+            raise (ValueError if hasattr(value, "shape") else TypeError)(
+                f"{whose}: {name} of {type(self).__name__} must be {expected} with {used}, "
+                f"got {shown}"
+            )
+
     def apply(self, cache: KVCache, step: Step) -> KVCache:
         """The cache after the decision, whose columns are set already."""
         return cache
+
+
+@functools.cache
+def _annotations(decision: type[Decision]) -> dict[str, tuple[Any, ...]]:
+    """Returns what each field of a decision that holds an array may be."""
+    kinds = {x: get_args(hint) or (hint,) for x, hint in get_type_hints(decision).items()}
+    return {x: of for x, of in kinds.items() if any(hasattr(kind, "dim_str") for kind in of)}
+
+
+def _is_of(kind: Any, value: Any, sizes: dict[str, int]) -> bool:
+    """Tells whether a value is of one kind; letters without a size stand for any number."""
+    if not hasattr(kind, "dim_str"):
+        return isinstance(value, kind)
+    shape, axes = getattr(value, "shape", ()), kind.dim_str.split()
+    return (
+        len(shape) == len(axes)
+        and value.dtype.name in kind.dtypes
+        and all(sizes.get(axis, size) == size for axis, size in zip(axes, shape, strict=True))
+    )
+
+
+def _shown(kind: Any) -> str:
+    """Returns how a message calls a kind, such as `Float [B, H, S]`."""
+    if not hasattr(kind, "dim_str"):
+        return kind.__name__
+    return f"{kind.dtype.__name__} [{', '.join(kind.dim_str.split())}]"
 
 
 @jax.tree_util.register_dataclass
@@ -84,7 +133,7 @@ class Keep(Decision):
       score: importance of each slot, per query head `[B, Q, S]` or per KV head `[B, H, S]`; None
         with `newest_first`.
       always: tokens that stay whatever their score, such as sinks.
-      newest: how many of each row's newest positions stay whatever their score.
+      newest: how many of each row's newest positions stay whatever their score; an int for all.
       reduce: how scores of query heads become one of their KV head; `"layer"`: as `"mean"`, and
         then the mean over all KV heads of a row that hold the same tokens.
       newest_first: whether the newer tokens are the more important (static).
@@ -95,7 +144,7 @@ class Keep(Decision):
     budget: Int[Array, " B"] | Int[Array, "B H"]
     score: Float[Array, "B Q S"] | Float[Array, "B H S"] | None
     always: Bool[Array, "B H S"] | None = None
-    newest: Int[Array, " B"] | None = None
+    newest: Int[Array, " B"] | int | None = None
     reduce: GroupReduce | Literal["layer"] = field(default="mean", metadata={"static": True})
     newest_first: bool = field(default=False, metadata={"static": True})
     values: Float[Array, "B H S D"] | None = None
@@ -110,27 +159,7 @@ class Keep(Decision):
                 f"{whose}: Keep takes a score or newest_first=True, got {self.score!r:.40} and "
                 f"newest_first={self.newest_first}; what a step does not know at a moment is None"
             )
-        batch, heads, slots = cache.shape
-        query_heads = heads * cache.group
-        rows, lists = [(batch,), (batch, heads)], [(batch, heads, slots)]
-        for name, shapes, letters in (
-            ("budget", rows, "[B] or [B, H]"),
-            ("score", [*lists, (batch, query_heads, slots)], "[B, H, S] or [B, Q, S]"),
-            ("always", [*lists, (batch, 1, slots), (1, heads, slots)], "[B, H, S]"),
-            ("newest", rows, "[B]"),
-        ):
-            value = getattr(self, name)
-            if value is None and name != "budget":
-                continue
-            if not hasattr(value, "shape"):
-                raise TypeError(
-                    f"{whose}: {name} of Keep must be an array {letters}, got {value!r:.40}"
-                )
-            if value.shape not in shapes:
-                raise ValueError(
-                    f"{whose}: {name} of Keep must be {letters} with B = {batch}, H = {heads}, "
-                    f"Q = {query_heads} and S = {slots}, got shape {value.shape}"
-                )
+        super().check(cache, whose)
 
     def stays(self, cache: KVCache) -> Bool[Array, "B H S"]:
         """Live tokens that stay whatever their score."""
@@ -175,14 +204,15 @@ class Retain(Decision):
 
     Args:
       keep: which tokens.
-      newest: how many of each row's newest positions are always among them; None: not known.
+      newest: how many of each row's newest positions are always among them, an int for all rows;
+        None: not known.
       pinned: slots that are pinned from now on, and no others; None: as they were, and they stay.
       values: what all slots' values become, `[B, H, S, D]`; None: they stay as they are. A method
         that adds to them while decoding says `Needs.writes_values`, and adds to `exact_values`.
     """
 
     keep: Bool[Array, "B H S"]
-    newest: Int[Array, " B"] | None = None
+    newest: Int[Array, " B"] | int | None = None
     pinned: Bool[Array, "B H S"] | None = None
     values: Float[Array, "B H S D"] | None = None
 
@@ -320,17 +350,13 @@ def made_by(
       TypeError: it has returned something else, or reads what its `needs` do not ask for.
     """
     made = decided_by(transform, cache, state, step)
-    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Decision | None):
-        if isinstance(made[0], Keep):
-            made[0].check(cache, f"{type(transform).__name__}.on_{step.moment}")
-        return made
-    shown = type(made).__name__
-    if isinstance(made, tuple):
-        shown = f"({', '.join(type(one).__name__ for one in made)})"
-    raise TypeError(
-        f"{type(transform).__name__}.on_{step.moment} must return a decision (Keep, Retain, Merge, "
-        f"Order, Mark or None) and a state, in this order, got {shown}"
+    whose = f"{type(transform).__name__}.on_{step.moment}"
+    check_made(
+        made, Decision | None, whose, "a decision (Keep, Retain, Merge, Order, Mark or None)"
     )
+    if made[0] is not None:
+        made[0].check(cache, whose)
+    return made
 
 
 def decide(

@@ -6,7 +6,14 @@ See `docs/writing-a-method.md`.
 """
 
 from kvjax.budgets.budgets import Budget, check_budget, most_slots, rows_budget
-from kvjax.cache.payload import Dense, Payload, sum_into, take_slots, write_slots
+from kvjax.cache.payload import (
+    Dense,
+    Payload,
+    RowPayload,
+    sum_into,
+    take_slots,
+    write_slots,
+)
 from kvjax.cache.rearrange import compact, merge
 from kvjax.cache.record import Record
 from kvjax.cache.selection import evictable, keep_best, newest
@@ -73,6 +80,7 @@ __all__ = [
     "Received",
     "Record",
     "Retain",
+    "RowPayload",
     "Stage",
     "State",
     "Step",

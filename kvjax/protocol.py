@@ -35,6 +35,7 @@ from kvjax.cache.payload import of_rows, sum_into, take_slots
 from kvjax.cache.record import Record
 from kvjax.cache.rope import Rope
 from kvjax.cache.slots import KVCache, NotAskedFor
+from kvjax.messages import brief
 from kvjax.serialization import pytree_node
 from pallas_kernels import Mask
 
@@ -124,6 +125,16 @@ class Extent:
     interval: int | None = None
     passed: int | None = None
     window: int | None = None
+
+    def __post_init__(self):
+        for name in ("prompt", "limit", "pinned", "interval"):
+            slots = getattr(self, name)
+            if not isinstance(slots, int | np.integer | None):
+                raise TypeError(
+                    f"an extent takes numbers of slots, got {name} = {brief(slots)}: "
+                    "kvjax.kit.most_slots(budget, extent.longest_prompt, minimum) makes one of a "
+                    "share"
+                )
 
     @property
     def total(self) -> int:
@@ -522,7 +533,16 @@ class View:
         return _asked_for(self.requested, "predicted")
 
     def take(self, index: Int[Array, "B K N"], fixed: int = 0) -> View:
-        """A selection of this view's entries (-1 = none). Only indices are composed."""
+        """A selection of this view's entries (-1 = none). Only indices are composed.
+
+        Raises:
+          TypeError: the index has another dtype or other axes.
+        """
+        if index.ndim != 3 or not jnp.issubdtype(index.dtype, jnp.integer):
+            raise TypeError(
+                "view.take takes slot numbers [B, K, N] as integers, got "
+                f"{index.dtype} of shape {index.shape}"
+            )
         if self.index is not None:
             chosen = take_slots(self.index, jnp.maximum(index, 0))
             index = jnp.where(index >= 0, chosen, -1)
@@ -742,9 +762,26 @@ def selected_by(
         view, cache=_cache_with(needs, view.cache), requested=_seen_with(needs, view.requested)
     )
     with _naming(transform, "select"):
-        chosen, state = transform.select(seen, state, query)
+        made = transform.select(seen, state, query)
+    check_made(made, View, f"{type(transform).__name__}.select", "a view, as view.take(index),")
+    chosen, state = made
     cache = chosen.cache.replace(withheld=view.cache.withheld)
     return dataclasses.replace(chosen, cache=cache, requested=view.requested), state
+
+
+def check_made(made: object, kind: Any, whose: str, expected: str) -> None:
+    """Raises TypeError unless a member of a method has returned a value of a kind and a state.
+
+    Args:
+      whose: the member.
+      expected: how the message calls the kind.
+    """
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], kind):
+        return
+    shown = type(made).__name__
+    if isinstance(made, tuple):
+        shown = f"({', '.join(type(part).__name__ for part in made)})"
+    raise TypeError(f"{whose} must return {expected} and a state, in this order, got {shown}")
 
 
 def _seen_with(needs: Needs, requested: dict[str, Any]) -> dict[str, Any]:
@@ -784,6 +821,15 @@ def check_transform(transform: object, where: str) -> None:
         if isinstance(transform, str):
             hint = " (kvjax.parse makes a transform of a text)"
         raise TypeError(f"{where} takes transforms, got {transform!r}{hint}")
+    for name in (part.name for part in dataclasses.fields(transform)):
+        value = getattr(transform, name)
+        try:
+            hash(value)
+        except TypeError as error:
+            raise TypeError(
+                f"{name} of {type(transform).__name__} must be hashable, as a tuple is and a "
+                f"list or an array is not, got {brief(value)}"
+            ) from error
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Names classes in programs that `jax.export` serializes, and writes their static parts.
 
 A serialized program holds the structure of its inputs and outputs. Each class of nodes has a name
-in it, `kvjax.` and the name of the class (`pytree_node`). Static fields are JSON: numbers and texts
+in it, `kvjax.` and that of the class (`class_name`). Static fields are JSON: numbers and texts
 as they are, methods by their names (`kvjax.register`), other values by the names of their classes
 (`static_value`). Reading them executes nothing from the program. JAX learns a name when the module
 of the class is imported.
@@ -34,11 +34,9 @@ def pytree_node(node: Class) -> Class:
     """Makes a class a node of pytrees that exported programs can hold; a decorator.
 
     It is for states and payloads: a NamedTuple, or a dataclass, which it registers with JAX; fields
-    with `metadata={"static": True}` are static. An exported program calls the class `kvjax.` and
-    its name.
-
-    Raises:
-      ValueError: a class of another module is a node of this name.
+    with `metadata={"static": True}` are static. An exported program calls the class `kvjax.`, its
+    module and its name. A notebook defines a class anew whenever its cell runs: JAX keeps the first
+    one, so that objects of the later ones are not exported.
 
     Example:
       >>> import dataclasses, jax, kvjax
@@ -49,10 +47,12 @@ def pytree_node(node: Class) -> Class:
       >>> jax.tree.map(lambda x: x + 1, Sums(1))
       Sums(total=2)
     """
-    name, is_dataclass = f"kvjax.{node.__name__}", dataclasses.is_dataclass(node)
+    name, is_dataclass = f"kvjax.{class_name(node)}", dataclasses.is_dataclass(node)
     if is_dataclass:
         jax.tree_util.register_dataclass(node)
-    if not _add(NODES, name, node):
+    is_new = name not in NODES
+    NODES[name] = node
+    if not is_new:
         return node
     if is_dataclass:
         _register_dataclass(name, node)
@@ -66,28 +66,15 @@ def static_value(value: Class) -> Class:
 
     It is for values in fields of a method or a state: a NamedTuple, or a frozen dataclass. A method
     that has a name (`kvjax.register`) needs no decorator.
-
-    Raises:
-      ValueError: a class of another module has this name.
     """
-    _add(VALUES, value.__name__, value)
+    VALUES[class_name(value)] = value
     return value
 
 
-def _add(names: dict[str, type], name: str, new: type) -> bool:
-    """Gives a class its name, and tells whether it is the first of this name.
-
-    A notebook defines a class anew whenever its cell runs. JAX keeps the first one of these, so
-    that objects of the later ones are not exported.
-
-    Raises:
-      ValueError: a class of another module has the name.
-    """
-    former = names.get(name)
-    if former is not None and former.__module__ != new.__module__:
-        raise ValueError(f"the name of the class must be new, {name} already means {former!r}")
-    names[name] = new
-    return former is None
+def class_name(new: type) -> str:
+    """Returns what a class is called: its name, and its module before it if it is a user's."""
+    ours = new.__module__.partition(".")[0] in ("kvjax", "pallas_kernels")
+    return new.__name__ if ours else f"{new.__module__}.{new.__name__}"
 
 
 def to_json(value: Any) -> Any:
@@ -156,8 +143,9 @@ def from_json(content: Any) -> Any:
 
 def _name(value: Any) -> dict[str, str]:
     """Returns how JSON names the class of a value."""
-    if VALUES.get(type(value).__name__) is type(value):
-        return {"value": type(value).__name__}
+    name = class_name(type(value))
+    if VALUES.get(name) is type(value):
+        return {"value": name}
     for name, method in _methods().items():
         if method is type(value):
             return {"method": name}

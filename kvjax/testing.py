@@ -6,12 +6,13 @@ import copy
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from kvjax.attention.attend import attend
 from kvjax.attention.flush import flush, flush_interval
@@ -22,7 +23,9 @@ from kvjax.compose.bind import bind
 from kvjax.compose.chain import parts_of
 from kvjax.compose.foreseen import frees_while_decoding
 from kvjax.compose.wrappers import by_head_groups
-from kvjax.protocol import Extent, KVTransform, check_transform
+from kvjax.generation.calibration import measured, with_missing
+from kvjax.generation.model import FunctionalModel
+from kvjax.protocol import Extent, KVTransform, Phase, check_transform
 from kvjax.transforms.clusterkv.recalled import RANK_AGAIN
 from pallas_kernels.base.mixing import SUM_AGAIN
 
@@ -36,6 +39,7 @@ _MAX_PROMPT, _MAX_NEW = 64, 96
 _LENGTHS = np.array((40, 29, 6))  # tokens of the rows' prompts
 _WIDTH = 48  # tokens of every prompt call, so that all of them share compiled code
 _LOOKING = 16  # tokens that look at a prompt
+_LONG_PROMPT = 2**20  # tokens of a prompt that is never read
 _STEPS = 9  # decode steps of most checks
 _LONG = _MAX_NEW  # decode steps that bring a row far beyond its prompt and `max_prompt`
 # Compiled code runs only a few times here, so that optimising it would take longer than it saves.
@@ -59,11 +63,13 @@ def check(transform: KVTransform, *, num_layers: int = 2, rtol: float = 1e-4) ->
     - a row without tokens in a prompt, a step or a flush stays as it is;
     - padding is answered with zeros;
     - pinned slots stay;
-    - shapes never change while decoding;
+    - shapes and dtypes of a cache and of the method's state never change;
     - a decode step holds no loop and no conditional of the method.
 
-    Prompts have up to 40 tokens, so that a budget of about 12 tokens suits. The check warns of a
-    method that evicts and does not promise so in `extent`, because that saves no bytes.
+    Prompts have up to 40 tokens, so that a budget of about 12 tokens, or 0.3, suits. What a method
+    learns from a model (`kvjax.kit.Learner`, `ByHead`) it learns from a small random one, unless it
+    has learned already. The check warns of a method that evicts and does not promise so in
+    `extent`, because that saves no bytes.
 
     Args:
       transform: the method. Each of its layers is checked; of equal layers, only the first.
@@ -81,11 +87,45 @@ def check(transform: KVTransform, *, num_layers: int = 2, rtol: float = 1e-4) ->
     check_transform(transform, "check")
     if transform != copy.copy(transform) or hash(transform) != hash(copy.copy(transform)):
         raise ConformanceError(f"{transform!r} is not equal to a copy of itself")
+    model, sample = _model(num_layers), [list(range(int(_LENGTHS.max())))]
+    transform = with_missing(transform, model, lambda method: measured(method, model, sample))
     layers = bind(transform, num_layers)
     for tx in dict.fromkeys(layers):
         case = _Case(tx, layers.index(tx), rtol)
         for check_promise in _CHECKS:
             check_promise(case)
+
+
+def _model(num_layers: int) -> FunctionalModel:
+    """Returns a model of attention layers alone, with random weights."""
+    rng, width = np.random.default_rng(1), _QUERY_HEADS * _HEAD_DIM
+    heads = num_layers, width, _QUERY_HEADS + 2 * _KV_HEADS, _HEAD_DIM
+    params = {
+        "embedding": rng.normal(size=(_WIDTH, width)).astype(np.float32),
+        "projections": rng.normal(0.0, width**-0.5, heads).astype(np.float32),
+    }
+    return FunctionalModel(
+        _apply, params, num_layers, _QUERY_HEADS, _KV_HEADS, _HEAD_DIM, vocab_size=_WIDTH
+    )
+
+
+def _apply(
+    params: Any, tokens: Array, positions: Array, caches: Sequence[Cache], *,
+    layers: Sequence[KVTransform], phase: Phase, last: bool = True, logits_at: Array | None = None,
+) -> tuple[Array, tuple[Cache, ...]]:  # fmt: skip
+    """Calls the model of `_model`, as `kvjax.LanguageModel` says."""
+    x, after = params["embedding"][tokens], []
+    for projection, cache, tx in zip(params["projections"], caches, layers, strict=True):
+        qkv = jnp.einsum("btw,whd->bhtd", x, projection)
+        q, k, v = jnp.split(qkv, (_QUERY_HEADS, _QUERY_HEADS + _KV_HEADS), axis=1)
+        out, cache = attend(tx, cache, q, k, v, positions, phase=phase, last=last, rope=_rope())
+        x = x + out.swapaxes(1, 2).reshape(x.shape)
+        after.append(cache)
+    return x @ params["embedding"].T, tuple(after)
+
+
+def _rope() -> Rope:
+    return Rope(1.0 / 100.0 ** (jnp.arange(0, _HEAD_DIM, 2) / _HEAD_DIM))
 
 
 class _Case:
@@ -104,7 +144,7 @@ class _Case:
             rng.normal(size=(_BATCH, heads, length, _HEAD_DIM)).astype(np.float32)
             for heads in (_QUERY_HEADS, _KV_HEADS, _KV_HEADS)
         ]
-        self.rope = Rope(1.0 / 100.0 ** (jnp.arange(0, _HEAD_DIM, 2) / _HEAD_DIM))
+        self.rope = _rope()
         options = _QUICK if jax.default_backend() == "cpu" else None
         self.attend = jax.jit(
             attend, static_argnums=0, static_argnames=("phase", "last"), compiler_options=options
@@ -222,13 +262,26 @@ def _right(lengths: np.ndarray) -> np.ndarray:
     return np.where(place < lengths[:, None], place, -1)
 
 
+def _state(case: _Case) -> None:
+    """Checks that a method gives back a state of the form that it is given."""
+    for before, after in ((case.empty, case.prompted), (case.prompted, case.decoded)):
+        for old, new in zip(layer_caches(before), layer_caches(after), strict=True):
+            given, made = (
+                jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", cache.state)
+                for cache in (old, new)
+            )
+            if given != made:
+                case.fail(f"makes {made} of its state {given}: shapes and dtypes must stay")
+
+
 def _promises(case: _Case) -> None:
     """Checks that no more slots are live than `extent` says, none is lost, and shapes stay."""
     pairs = zip(layer_caches(case.prompted), layer_caches(case.decoded), strict=True)
     for before, after in pairs:
         extent, kv = before.transform.extent(Extent(_MAX_PROMPT, _MAX_NEW)), after.kv
         kept = int((before.kv.live.sum(-1) + before.kv.dropped).max())
-        if kept < _LENGTHS.max() and extent.prompt >= _MAX_PROMPT:
+        longer = before.transform.extent(Extent(_LONG_PROMPT, _MAX_NEW))  # no room is as large
+        if kept < _LENGTHS.max() and longer.prompt >= _LONG_PROMPT:
             warnings.warn(
                 f"{before.transform!r} keeps {kept} of {_LENGTHS.max()} tokens, and `extent` does "
                 "not promise so: its cache takes the bytes of the full one",
@@ -356,7 +409,8 @@ def _step_is_plain(case: _Case) -> None:
 
 
 _CHECKS = (
-    _promises, _long_text, _padding, _row_alone, _chunks, _idle_rows, _pinned, _step_is_plain
+    _state, _promises, _long_text, _padding, _row_alone, _chunks, _idle_rows, _pinned,
+    _step_is_plain,
 )  # fmt: skip
 
 

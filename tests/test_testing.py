@@ -81,6 +81,11 @@ class CountsStepsOfAllRows(CountsPromptsOfAllRows):
         return Keep(jnp.full_like(cache.length, self.budget), score), state + 1
 
 
+class CountsInFloats(CountsPromptsOfAllRows):
+    def on_prompt(self, cache, state, step) -> tuple[None, jax.Array]:
+        return None, state.astype(jnp.float32)
+
+
 class FreesManyInAStep(Newest):
     def on_step(self, cache, state, step) -> tuple[Retain, tuple]:
         return Retain(newest(cache, self.budget // 2)), state
@@ -121,6 +126,7 @@ class RoundsIdleRows(kvjax.KVTransform):
 
 
 BROKEN = {
+    "another state": (CountsInFloats, "makes float32[3] of its state int32[3]"),
     "many in a step": (FreesManyInAStep, "slots in a decode step, which may free one"),
     "rounds idle rows": (RoundsIdleRows, "stores k of a row otherwise after steps and a prompt"),
     "prompts of other rows": (CountsPromptsOfAllRows, "keeps other tokens of a row after steps"),
@@ -204,11 +210,44 @@ class ScoresTokens(Newest):
         return Keep(jnp.full_like(cache.length, self.budget), cache.log_mass[0, 0]), state
 
 
+class ScoresInIntegers(Newest):
+    def on_prompt(self, cache, state, step) -> tuple[Keep, tuple]:
+        return Keep(jnp.full_like(cache.length, self.budget), -cache.position), state
+
+
+class MarksByNumber(Newest):
+    def on_prompt(self, cache, state, step) -> tuple[Retain, tuple]:
+        return Retain(newest(cache, self.budget).astype(jnp.float32)), state
+
+
+@dataclass(frozen=True)
+class Lists(kvjax.KVTransform):
+    heads: list[int]
+
+
+class SelectsNumbers(kvjax.KVTransform):
+    stage = Stage.RECALL
+
+    def select(self, view, state, query):
+        return jnp.zeros((3, 2, 4), jnp.int32), state
+
+
+class SelectsFloats(SelectsNumbers):
+    def select(self, view, state, query):
+        return view.take(jnp.zeros((3, 2, 4))), state
+
+
 @pytest.mark.parametrize(
     ("method", "error", "message"),
     [
         (CountsBudget(), TypeError, r"CountsBudget.on_prompt: budget of Keep .*\[B\].*got 12"),
-        (ScoresTokens(), ValueError, r"ScoresTokens.on_prompt: score of Keep .*got shape \(\d+,\)"),
+        (ScoresTokens(), ValueError, r"ScoresTokens.on_prompt: score of Keep .*shape \(\d+,\)"),
+        (ScoresInIntegers(), ValueError, r"score of Keep must be Float \[B.*got int32 of shape"),
+        (MarksByNumber(), ValueError, r"keep of Retain must be Bool \[B, H, S\].*got float32"),
+        (SelectsNumbers(), TypeError, r"SelectsNumbers.select must return a view.*got \(.*, tuple"),
+        (SelectsFloats(), TypeError, r"slot numbers \[B, K, N\].*got float32 of shape \(3, 2, 4\)"),
+        (Newest(0.3), TypeError, r"numbers of slots, got prompt = 0.3: kvjax.kit.most_slots"),
+        (Lists([1, 2]), TypeError, r"heads of Lists must be hashable.*got \[1, 2\]"),
     ],
 )
 def test_what_does_not_fit_the_cache_is_named(method, error, message):

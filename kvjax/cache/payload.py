@@ -15,8 +15,9 @@ While a prompt is read, keys and values are `Dense`, whatever their form between
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -235,3 +236,90 @@ class Dense:
         # Sinks take a share of the probability; the kernels leave it to the slots.
         _, out, probabilities = beside_sinks(sinks, lse, out, probabilities)
         return out, probabilities
+
+
+class RowPayload(ABC):
+    """Base class of stored forms that encode each row by itself: the key or value of one token.
+
+    A subclass is a frozen dataclass of arrays `[B, H, S, ...]` under the decorator
+    `kvjax.kit.pytree_node`. It has `encoded` and `decoded`. What a prompt leaves unchanged stays as
+    it is stored, however much the form loses when it encodes a row again.
+    """
+
+    room = property(lambda self: None)
+    shape = property(lambda self: jax.eval_shape(type(self).decoded, self).shape)
+    dtype = property(lambda self: jax.eval_shape(type(self).decoded, self).dtype)
+
+    @classmethod
+    @abstractmethod
+    def encoded(cls, rows: Float[Array, "B H N D"]) -> Self:
+        """Returns dense rows in the stored form."""
+
+    @abstractmethod
+    def decoded(self) -> Float[Array, "B H N D"]:
+        """Returns all stored rows, dense."""
+
+    @classmethod
+    def empty(cls, rows: Payload) -> Self:
+        """Makes as many rows of zeros as another payload has."""
+        dense = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
+        form = jax.eval_shape(cls.encoded, dense)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), form)
+
+    def _at(self, index: Int[Array, "B K N"]) -> Self:
+        return jax.tree.map(lambda x: take_slots(x, index), self)
+
+    def _written(self, slots: Int[Array, "B H T"], new: Self) -> Self:
+        return jax.tree.map(lambda x, rows: write_slots(x, slots, rows), self, new)
+
+    def read(self, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:
+        """Returns the rows of all slots, or those of `index`."""
+        return (self if index is None else self._at(index)).decoded()
+
+    def write(self, slots: Int[Array, "B H T"] | None, rows: Float[Array, "B H T D"]) -> Self:
+        """Replaces a few slots (slot number S writes nothing), or those that differ where None."""
+        new = self.encoded(rows)
+        if slots is None:
+            return of_rows(equal_rows(rows, self.read(), self.dtype), self, new)
+        return self._written(slots, new)
+
+    def flush(self, steps: int, moves: Moves | None = None) -> Self:
+        """Moves rows among slots; there is room for any number of new ones."""
+        return self if moves is None else self._written(moves[1], self._at(moves[0]))
+
+    def encode(
+        self, values: RowPayload, k: Array, v: Array, slots: Slots
+    ) -> tuple[RowPayload, RowPayload]:
+        """Encodes the rows that a prompt has brought or changed."""
+        return self._after_prompt(k, slots), values._after_prompt(v, slots)
+
+    def _after_prompt(self, rows: Float[Array, "B H S D"], slots: Slots) -> Self:
+        new = self.encoded(rows)
+        if slots.source is not None:
+            before = self._at(jnp.maximum(slots.source, 0))
+            same = equal_rows(rows, before.decoded(), self.dtype)
+            new = of_rows(same & (slots.source >= 0), before, new)
+        return of_rows(slots.rows, new, self)
+
+    def free_bytes(self, live: int) -> int:
+        """Returns the bytes of free slots, `live` of all slots being taken."""
+        return free_bytes(self, live, math.prod(self.shape[:3]))
+
+    def attention(
+        self, values: RowPayload, queries: Queries, seen: Seen, mask: Mask, **options
+    ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T N"] | None]:
+        """Attends to decoded rows: all of them, or those of a selection alone."""
+        index = None if seen.index is None else jnp.maximum(seen.index, 0)
+        keys, dense_values = Dense(self.read(index)), Dense(values.read(index))
+        seen = seen if index is None else seen.listed()
+        return keys.attention(dense_values, queries, seen, mask, **options)
+
+
+def equal_rows(
+    rows: Float[Array, "B K N D"], stored: Float[Array, "B K N D"], dtype: Any
+) -> Bool[Array, "B K N"]:
+    """Tells which rows equal the stored ones, up to the last digit of two readings in a dtype."""
+    stored = stored.astype(jnp.float32)
+    size = jnp.abs(stored)
+    tolerance = float(jnp.finfo(dtype).eps) * size + 1e-5 * size.max(-1, keepdims=True)
+    return (jnp.abs(rows.astype(jnp.float32) - stored) <= tolerance).all(-1)

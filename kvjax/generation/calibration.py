@@ -145,7 +145,7 @@ def completed(
 
     # Files come first: what they are refused for costs nothing.
     transform = with_named(transform, model)
-    return _with_missing(transform, model, lambda method: _named(method, model) or made(method))
+    return with_missing(transform, model, lambda method: _named(method, model) or made(method))
 
 
 def _instructions(method: KVTransform, document: Document | None) -> list[list[int]]:
@@ -166,10 +166,10 @@ def with_named(transform: KVTransform, model: Any, *, weights: bool = True) -> K
     Raises:
       ValueError: a file holds no calibration, or one of another model or method.
     """
-    return _with_missing(transform, model, lambda method: _named(method, model, weights))
+    return with_missing(transform, model, lambda method: _named(method, model, weights))
 
 
-def _with_missing(
+def with_missing(
     transform: KVTransform, model: Any, calibration_for: Callable[[Learner], Calibration | None]
 ) -> KVTransform:
     """Returns the composition in which each method that lacks a calibration has the one for it.

@@ -78,9 +78,23 @@ def looked_at(
         tokens = probe.pieces(documents, group.tokens.shape[1], asking)
         if tokens is None:
             return ()
+        _check_pieces(tokens, len(rows), asking.model.vocab_size, type(probe).__name__)
         there = tokens >= 0
         positions = length[rows][:, None, None] + there.cumsum(-1, dtype=np.int32) - 1
         arrays = np.maximum(tokens, 0), np.where(there, positions, -1)
         return (Pieces(*(put_by_rows(x, mesh) for x in arrays)),)
 
     return [group._replace(looking=looking(group)) for group in groups]
+
+
+def _check_pieces(tokens: object, rows: int, vocabulary: int, whose: str) -> None:
+    """Raises TypeError or ValueError for what is not the tokens of pieces."""
+    said = f"{whose}.pieces must return integers [{rows} documents, pieces, tokens] in NumPy"
+    if not isinstance(tokens, np.ndarray):
+        raise TypeError(f"{said} or None, got {type(tokens).__name__}")
+    if tokens.dtype.kind != "i" or tokens.ndim != 3 or len(tokens) != rows:
+        raise ValueError(f"{said}, got {tokens.dtype} of shape {tokens.shape}")
+    if tokens.size and tokens.max() >= vocabulary:
+        raise ValueError(
+            f"{said}, below {vocabulary}, the size of the vocabulary, got {tokens.max()}"
+        )

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.payload import Dense, Slots
+from kvjax.cache.payload import Dense, Slots, equal_rows
 from kvjax.storage.recent import Recent
 from pallas_kernels.attention.call import beside_sinks, join_attention, stored_attention
 from pallas_kernels.attention.decode import attention_by_products
@@ -62,17 +62,8 @@ class EncodedPayload(ABC):
         """Returns the slot that held each row, unchanged, before the prompt; -1: none did."""
         if slots.source is None:
             return jnp.full(rows.shape[:3], -1, jnp.int32)
-        same = self._equal(rows, self.read(jnp.maximum(slots.source, 0)))
+        same = equal_rows(rows, self.read(jnp.maximum(slots.source, 0)), self.dtype)
         return jnp.where(same & slots.live, slots.source, -1)
-
-    def _equal(
-        self, rows: Float[Array, "B K N D"], stored: Float[Array, "B K N D"]
-    ) -> Bool[Array, "B K N"]:
-        """Returns whether rows equal the stored ones, up to the last digit of two readings."""
-        stored = stored.astype(jnp.float32)
-        size = jnp.abs(stored)
-        tolerance = float(jnp.finfo(self.dtype).eps) * size + 1e-5 * size.max(-1, keepdims=True)
-        return (jnp.abs(rows.astype(jnp.float32) - stored) <= tolerance).all(-1)
 
     def _selected(self, index: Int[Array, "B K N"]) -> Float[Array, "B K N D"]:
         """Returns decoded rows of the slots of `index`, in the basis of the body."""

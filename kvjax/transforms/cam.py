@@ -137,11 +137,10 @@ class CaM(Wrapper):
         if decision is None or isinstance(decision, Mark):
             return decision, state
         kept = carry_out(decision, cache, step).live
-        if self.merge_tokens is None:
-            newest = decision.newest  # pyright: ignore[reportAttributeAccessIssue]  # it keeps
-            merge_tokens = newest[:, None, None]
-        else:
-            merge_tokens = jnp.full((cache.shape[0], 1, 1), self.merge_tokens, jnp.int32)
+        count = self.merge_tokens
+        if count is None:
+            count = decision.newest  # pyright: ignore[reportAttributeAccessIssue]  # it keeps
+        merge_tokens = jnp.broadcast_to(jnp.reshape(count, (-1, 1, 1)), (cache.shape[0], 1, 1))
         # A decode step evicts at most one token per KV head, which needs no sort.
         merge = self._merge_one if step.moment == "step" else self._merge_all
         values = merge(cache, kept, merge_tokens, state.key, step.implementation)

@@ -89,8 +89,9 @@ class SnapKV(PromptBudget):
         observed = window_attention(cache, step, self.window) / self.window
         prefix = cache.live & ~newest(cache, self.window)
         score = pool(observed, cache, prefix, self.kernel, self.pooling)
-        window = jnp.full(cache.shape[:1], self.window)
-        return Keep(budget, by_query_head(score), newest=window, reduce=self.group_reduce), state
+        return Keep(
+            budget, by_query_head(score), newest=self.window, reduce=self.group_reduce
+        ), state
 
 
 def by_query_head(score: Float[Array, "B H G S"]) -> Float[Array, "B Q S"]:

@@ -57,7 +57,7 @@ def test_it_keeps_what_questions_of_the_model_look_at(asked):
 
 
 def test_check_finds_nothing(asked):
-    kvjax.testing.check(asked.Asked(0.5, sinks=1, room=4))
+    kvjax.testing.check(asked.Asked(0.5, sinks=1))
 
 
 def test_turns_contexts_and_heads(asked, tmp_path):

@@ -177,3 +177,26 @@ def test_one_reading_has_one_probe():
     assert Repetition().union(Repetition(queries=True)) == Repetition(queries=True)
     with pytest.raises(ValueError, match="one reading of a document has one probe"):
         Repetition(piece=64).union(Repetition(piece=32))
+
+
+@pytest.mark.parametrize(
+    ("made", "error", "got"),
+    [
+        ([[[1, 2, 3]]], TypeError, "got list"),
+        (np.ones((1, 3), np.int32), ValueError, r"got int32 of shape \(1, 3\)"),
+        (np.ones((2, 1, 3), np.int32), ValueError, r"got int32 of shape \(2, 1, 3\)"),
+        (np.ones((1, 1, 3)), ValueError, r"got float64 of shape"),
+        (np.full((1, 1, 3), 256), ValueError, "below 256, the size of the vocabulary, got 256"),
+    ],
+    ids=["list", "no pieces", "too many rows", "floats", "unknown token"],
+)
+def test_what_are_no_pieces(made, error, got):
+    class Looks(kvjax.kit.Received):
+        def pieces(self, documents, width, asking):
+            return made
+
+    class Method(kvjax.kit.DocumentBudget):
+        needs = property(lambda self: Needs(probe=Looks()))
+
+    with pytest.raises(error, match=rf"Looks.pieces must return integers \[1 documents.*{got}"):
+        kvjax.read(model("plain"), [PROMPTS[2]], transform=Method(0.5))

@@ -13,7 +13,15 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.payload import Moves, Slots, free_bytes, of_rows, take_slots, write_slots
+from kvjax.cache.payload import (
+    Moves,
+    Slots,
+    equal_rows,
+    free_bytes,
+    of_rows,
+    take_slots,
+    write_slots,
+)
 from kvjax.serialization import pytree_node, static_value
 from kvjax.storage.encoded_attention import EncodedPayload
 from kvjax.storage.quantize.channels import Channels
@@ -247,7 +255,7 @@ class Quantized(EncodedPayload):
 
     def _fill(self, rows: Float[Array, "B H S D"]) -> Quantized:
         """Writes all rows; groups in which none has changed stay exactly as they are."""
-        same = self._pad_to_groups(self._equal(rows, self.read()))
+        same = self._pad_to_groups(equal_rows(rows, self.read(), self.dtype))
         same = same.reshape(*same.shape[:2], -1, self.form.together).all(-1)
 
         def choose(old: Array, new: Array) -> Array:

@@ -107,4 +107,4 @@ class LayerEviction(PromptBudget):
         age = (cache.length[:, None, None] - cache.position).astype(jnp.float32)  # L - a
         context = cache.live & ~newest(cache, self.window)
         score = received * jnp.where(context, 1.0 / age, 0.0)[:, :, None]
-        return Keep(budget, by_query_head(score), newest=jnp.full_like(budget, self.window)), state
+        return Keep(budget, by_query_head(score), newest=self.window), state
