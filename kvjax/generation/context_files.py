@@ -35,7 +35,7 @@ from kvjax.registry import parse, unparse
 from kvjax.storage.offload.payload import HOST_MEMORY
 from kvjax.transforms.random import GENERATOR
 
-FORMAT = 5  # a folder with another number is refused
+FORMAT = 6  # a folder with another number is refused
 _ABOUT, _ARRAYS = "about", "arrays"  # items of a checkpoint
 _UNFINISHED = ".orbax-checkpoint-tmp"  # Orbax adds it to the name of an incomplete folder
 # Names of checkpoints and of what is in them, while they are written and afterwards. Orbax may add

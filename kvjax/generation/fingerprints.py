@@ -323,10 +323,14 @@ def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
     if backend is None:
         description["vocabulary"] = checksum(tokenizer.get_vocab())
     else:
-        # Truncation and padding are options of each call, and the decoder changes no id.
-        parts = json.loads(backend.to_str())
-        names = ("model", "normalizer", "pre_tokenizer", "post_processor", "added_tokens")
-        description |= {name: parts[name] for name in names}
+        # Truncation and padding are options of each call, and the decoder changes no id. Each part
+        # is pickled as JSON; that of the vocabulary and its merges would take long to parse.
+        description["model"] = checksum(backend.model.__getstate__())
+        for name in ("normalizer", "pre_tokenizer", "post_processor"):
+            part = getattr(backend, name)
+            description[name] = None if part is None else json.loads(part.__getstate__())
+        added = backend.get_added_tokens_decoder()
+        description["added_tokens"] = {str(index): repr(token) for index, token in added.items()}
     special = getattr(tokenizer, "special_tokens_map", None) or {}
     description["special_tokens"] = {name: str(token) for name, token in special.items()}
     for name in ("add_bos_token", "add_eos_token", "chat_template"):

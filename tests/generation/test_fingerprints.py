@@ -310,11 +310,11 @@ ADDED = {"id": 4, "content": "<x>", "single_word": False, "lstrip": False, "rstr
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("model.vocab", {"model": {**LETTERS, "vocab": {"b": 0, "a": 1, "ab": 2, "aa": 3}}}),
-        ("model.merges", {"model": {**LETTERS, "merges": ["a a", "a b"]}}),
+        ("model", {"model": {**LETTERS, "vocab": {"b": 0, "a": 1, "ab": 2, "aa": 3}}}),
+        ("model", {"model": {**LETTERS, "merges": ["a a", "a b"]}}),
         ("normalizer", {"normalizer": {"type": "Lowercase"}}),
         ("pre_tokenizer", {"pre_tokenizer": {"type": "Digits", "individual_digits": True}}),
-        ("added_tokens", {"added_tokens": [ADDED]}),
+        ("added_tokens.4", {"added_tokens": [ADDED]}),
         ("chat_template", {"chat_template": "{{ messages }}"}),
         ("special_tokens.bos_token", {"bos_token": "<x>"}),
     ],
