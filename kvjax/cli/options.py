@@ -6,15 +6,17 @@ import argparse
 import ast
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvjax.cli.inputs import unix_text
 from kvjax.cli.terminal import print_line
-from kvjax.evaluation.cells import grid
 from kvjax.messages import brief
 from kvjax.registry import expression
+
+if TYPE_CHECKING:
+    from kvjax.evaluation.cells.grid import Candidate
 
 BUDGET = 0.1  # default of --budget
 
@@ -47,14 +49,17 @@ def add_budget(parser: argparse.ArgumentParser, about: str = "as for kvjax gener
         help=f"{about} (default: {BUDGET})")  # fmt: skip
 
 
-def candidate(args: argparse.Namespace) -> grid.Candidate:
+def candidate(args: argparse.Namespace) -> Candidate:
     """Returns the method of `add_method` with its budget.
 
     If a given budget changes nothing, a line on standard error says so. With `--json`, the record's
     budget is null instead.
     """
+    # Imported here and below: `kvjax ask` measures nothing.
+    from kvjax.evaluation.cells.grid import Candidate
+
     budget = args.budget
-    chosen = grid.Candidate.of(args.method, BUDGET if budget is None else budget)
+    chosen = Candidate.of(args.method, BUDGET if budget is None else budget)
     if budget is not None and chosen.budget is None and not getattr(args, "json", False):
         print_line(
             f"--budget {budget} changes nothing: {args.method} takes no budget, or names its own",
@@ -164,7 +169,9 @@ def method_list(text: str) -> list[str]:
       ['h2o', 'every(snapkv, steps=64)']
     """
     if text.strip() == "all":
-        return list(grid.ALL_METHODS)
+        from kvjax.evaluation.cells.grid import ALL_METHODS
+
+        return list(ALL_METHODS)
     source = f"[{text}]"
     try:
         node = expression(source)
@@ -187,12 +194,14 @@ def number_list(text: str) -> list[int | float]:
 
 def depth_list(text: str) -> list[float]:
     """Parses depths separated by commas, or a number of depths spread evenly from 0 to 1."""
+    from kvjax.evaluation.cells.grid import MOST_DEPTHS
+
     depths = number_list(text)
     if len(depths) > 1 or isinstance(depths[0], float):
         return depths
-    if not 2 <= depths[0] <= grid.MOST_DEPTHS:
+    if not 2 <= depths[0] <= MOST_DEPTHS:
         raise argparse.ArgumentTypeError(
-            f"must be a number of depths, at least 2 and at most {grid.MOST_DEPTHS}, or depths "
+            f"must be a number of depths, at least 2 and at most {MOST_DEPTHS}, or depths "
             f"such as 0,0.5,1, got {brief(text)}"
         )
     return np.linspace(0.0, 1.0, depths[0]).tolist()
