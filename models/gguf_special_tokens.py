@@ -65,7 +65,7 @@ def end_tokens(metadata: Mapping[str, Any]) -> list[Any]:
 
 
 def _are_texts(tokens: Any) -> bool:
-    return isinstance(tokens, list) and all(isinstance(token, str) for token in tokens)
+    return isinstance(tokens, list) and set(map(type, tokens)) <= {str}
 
 
 def _no_ends(known: Mapping[str, int]) -> list[str]:

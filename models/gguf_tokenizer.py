@@ -203,7 +203,7 @@ class _Entries:
         items = self.get(name, list, needed=needed)
         if items is None:
             return None
-        if not items or not all(type(item) is expected for item in items):
+        if set(map(type, items)) != {expected}:
             raise self.error(
                 f"tokenizer.ggml.{name} must be a list of {plural}, got {brief(items)}"
             )
