@@ -113,7 +113,7 @@ def _apply(
     params: Any, tokens: Array, positions: Array, caches: Sequence[Cache], *,
     layers: Sequence[KVTransform], phase: Phase, last: bool = True, logits_at: Array | None = None,
 ) -> tuple[Array, tuple[Cache, ...]]:  # fmt: skip
-    """Calls the model of `_model`, as `kvjax.LanguageModel` says."""
+    """Calls the model of `_model`, as `kvjax.models.LanguageModel` says."""
     x, after = params["embedding"][tokens], []
     for projection, cache, tx in zip(params["projections"], caches, layers, strict=True):
         qkv = jnp.einsum("btw,whd->bhtd", x, projection)
