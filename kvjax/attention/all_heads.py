@@ -19,6 +19,7 @@ from kvjax.attention.layer import Cache, LayerCache, QueryWindow, Reading, layer
 from kvjax.attention.prompt import begin, compress, evicted, stored
 from kvjax.budgets.layers import layers_of
 from kvjax.cache.payload import Dense
+from kvjax.cache.rearrange import widen
 from kvjax.cache.slots import FREE, NEG_INF, STORED_SLOT, Column
 from kvjax.compose.chain import parts_of, state_of_parts, states_of_parts
 from kvjax.compose.wrappers import HeadGroups, Heads, in_head_order, needs_of
@@ -148,7 +149,7 @@ def decide_for_all(cache: LayerCache, heads: Int[Array, " H"], reading: Reading)
     Returns:
       A reading of the heads in the method's order, whose tokens are in the first slots.
     """
-    return evicted(_reading_of(cache, of_heads(reading, heads)), to_front=True)
+    return evicted(_with_room(_reading_of(cache, of_heads(reading, heads))), to_front=True)
 
 
 def cut(transform: KVTransform, cache: Cache, reading: Reading) -> Cache:
@@ -166,11 +167,11 @@ def cut(transform: KVTransform, cache: Cache, reading: Reading) -> Cache:
       The cache after the prompt. What was stored stays as it is, bit for bit.
     """
     if not isinstance(transform, HeadGroups):
-        return compress(_reading_of(cache, reading), to_front=True)
+        return compress(_with_room(_reading_of(cache, reading)))
     if reading.transform != transform.whole:
         heads_of_parts = zip(cache, transform.heads_in(cache), strict=True)
         of_parts = (_reading_of(part, of_heads(reading, heads)) for part, heads in heads_of_parts)
-        return tuple(compress(of_part, to_front=True) for of_part in of_parts)
+        return tuple(compress(_with_room(of_part)) for of_part in of_parts)
     after, start = [], 0
     for part in layer_caches(cache):
         heads = range(start, start + part.kv.shape[1])
@@ -229,6 +230,22 @@ def _reading_of(cache: LayerCache, reading: Reading) -> Reading:
         queries = QueryWindow(last[:, :, -size:], position[:, -size:])
     layer = dataclasses.replace(begun.cache, kv=kv)
     return dataclasses.replace(reading, cache=layer, stored=begun.stored, queries=queries)
+
+
+def _with_room(reading: Reading) -> Reading:
+    """Returns a reading with as many slots as `read` makes: slots are sorted when they are cut."""
+    kv, record = reading.kv, reading.record
+    if kv.slots > kv.capacity:
+        return reading
+    wide = widen(kv, min(kv.capacity + kv.slots, kv.max_tokens))
+    more = (0, wide.slots - kv.slots)
+    k, v = (  # slots of zeros, as there
+        jnp.pad(payload.read(), ((0, 0), (0, 0), more, (0, 0))) for payload in (kv.k, kv.v)
+    )
+    if record is not None:
+        record = record.with_slots(wide.slots)
+    cache = dataclasses.replace(reading.cache, kv=wide.replace(k=Dense(k), v=Dense(v)))
+    return dataclasses.replace(reading, cache=cache, record=record)
 
 
 def _decided_reading_of(
