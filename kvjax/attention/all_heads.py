@@ -19,7 +19,8 @@ from kvjax.attention.layer import Cache, LayerCache, QueryWindow, Reading, layer
 from kvjax.attention.prompt import begin, compress, evicted, stored
 from kvjax.budgets.layers import layers_of
 from kvjax.cache.payload import Dense
-from kvjax.cache.slots import FREE, NEG_INF, STORED_SLOT, Column
+from kvjax.cache.rearrange import widen
+from kvjax.cache.slots import FREE, NEG_INF, STORED_SLOT, Column, KVCache
 from kvjax.compose.chain import parts_of, state_of_parts, states_of_parts
 from kvjax.compose.wrappers import HeadGroups, Heads, in_head_order, needs_of
 from kvjax.protocol import KVTransform, State, accumulated_attention
@@ -148,7 +149,8 @@ def decide_for_all(cache: LayerCache, heads: Int[Array, " H"], reading: Reading)
     Returns:
       A reading of the heads in the method's order, whose tokens are in the first slots.
     """
-    return evicted(_reading_of(cache, of_heads(reading, heads)), to_front=True)
+    of_method = _reading_of(cache, of_heads(reading, heads))
+    return evicted(_with_room(of_method, reading.kv), to_front=True)
 
 
 def cut(transform: KVTransform, cache: Cache, reading: Reading) -> Cache:
@@ -166,11 +168,11 @@ def cut(transform: KVTransform, cache: Cache, reading: Reading) -> Cache:
       The cache after the prompt. What was stored stays as it is, bit for bit.
     """
     if not isinstance(transform, HeadGroups):
-        return compress(_reading_of(cache, reading), to_front=True)
+        return compress(_with_room(_reading_of(cache, reading), reading.kv))
     if reading.transform != transform.whole:
         heads_of_parts = zip(cache, transform.heads_in(cache), strict=True)
         of_parts = (_reading_of(part, of_heads(reading, heads)) for part, heads in heads_of_parts)
-        return tuple(compress(of_part, to_front=True) for of_part in of_parts)
+        return tuple(compress(_with_room(of_part, reading.kv)) for of_part in of_parts)
     after, start = [], 0
     for part in layer_caches(cache):
         heads = range(start, start + part.kv.shape[1])
@@ -231,17 +233,43 @@ def _reading_of(cache: LayerCache, reading: Reading) -> Reading:
     return dataclasses.replace(reading, cache=layer, stored=begun.stored, queries=queries)
 
 
+def _with_room(reading: Reading, seen: KVCache) -> Reading:
+    """Returns a reading with as many slots as `read` makes: slots are sorted when they are cut.
+
+    Args:
+      seen: the slots of the reading that it was made of.
+    """
+    kv, record = reading.kv, reading.record
+    if STORED_SLOT in kv.columns:  # others have more slots; tokens are in the first ones
+        slots = min(kv.capacity + seen.slots - seen.capacity, kv.max_tokens)
+        kv = _first_slots(kv, slots)
+    elif kv.slots <= kv.capacity:
+        kv = widen(kv, min(kv.capacity + kv.slots, kv.max_tokens))
+        more = (0, kv.slots - seen.slots)
+        k, v = (  # slots of zeros, as there
+            jnp.pad(x.read(), ((0, 0), (0, 0), more, (0, 0))) for x in (reading.kv.k, reading.kv.v)
+        )
+        kv = kv.replace(k=Dense(k), v=Dense(v))
+    if record is not None:
+        record = record.with_slots(kv.slots)
+    cache = dataclasses.replace(reading.cache, kv=kv)
+    return dataclasses.replace(reading, cache=cache, record=record)
+
+
+def _first_slots(kv: KVCache, slots: int) -> KVCache:
+    """Returns the first slots of each head; tokens in others are dropped."""
+    k, v = (Dense(payload.read()[:, :, :slots]) for payload in (kv.k, kv.v))
+    dropped = kv.dropped + jnp.maximum(kv.used - slots, 0)
+    used = jnp.minimum(kv.used, slots)
+    return kv.map_slots(lambda x: x[:, :, :slots]).replace(k=k, v=v, used=used, dropped=dropped)
+
+
 def _decided_reading_of(
     part: LayerCache, transform: HeadGroups, heads: range, decided: Reading
 ) -> Reading:
     """Returns what the method for all heads has left of some of them, for their rectangle."""
-    reading, slots = _reading_of(part, of_heads(decided, heads)), part.kv.capacity
-    kv = reading.kv
-    k, v = (Dense(payload.read()[:, :, :slots]) for payload in (kv.k, kv.v))
-    kv = kv.map_slots(lambda x: x[:, :, :slots]).replace(
-        k=k, v=v, used=jnp.minimum(kv.used, slots),
-        dropped=kv.dropped + jnp.maximum(kv.used - slots, 0),
-    )  # fmt: skip
+    reading = _reading_of(part, of_heads(decided, heads))
+    kv = _first_slots(reading.kv, part.kv.capacity)
     changed = jax.tree.map(
         lambda whole, of_part: _cut_state(whole, of_part, heads),
         decided.cache.state, _deciding(part, transform),

@@ -164,9 +164,7 @@ def step_of(reading: Reading, implementation: str | None = None) -> Step:
     )  # fmt: skip
 
 
-def compress(
-    reading: Reading, implementation: str | None = None, *, to_front: bool = False
-) -> LayerCache:
+def compress(reading: Reading, implementation: str | None = None) -> LayerCache:
     """Ends a prompt: carries out what the transform decides, and gives the layer's cache back.
 
     Parts that evict or merge come first. The slots are then brought to the cache's capacity, other
@@ -175,16 +173,19 @@ def compress(
     Args:
       reading: of the whole prompt. Donate it.
       implementation: of the operations in `pallas_kernels`, as in `attend` (static).
-      to_front: whether the slots that stay become the first ones in any case. Otherwise they stay
-        where they are if there are as many slots as the capacity, and no other part.
     """
-    return stored(evicted(reading, implementation, to_front=to_front), implementation)
+    return stored(evicted(reading, implementation), implementation)
 
 
 def evicted(
     reading: Reading, implementation: str | None = None, *, to_front: bool = False
 ) -> Reading:
-    """Carries out what the parts decide that evict or merge: the first half of `compress`."""
+    """Carries out what the parts decide that evict or merge: the first half of `compress`.
+
+    Args:
+      to_front: whether the slots that stay become the first ones in any case. Otherwise they stay
+        where they are if there are as many slots as the capacity, and no other part.
+    """
     cache, kv, transform = reading.cache, reading.kv, reading.transform
     parts, states = parts_of(transform), states_of_parts(transform, cache.state)
     first = _evicting(parts)

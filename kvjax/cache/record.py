@@ -40,12 +40,13 @@ class Record:
         )
 
     def with_slots(self, slots: int) -> Record:
-        """Returns the record with more slots behind those that there are."""
+        """Returns the record of the first slots, with more behind those that there are."""
 
-        def widened(x: Array) -> Array:
-            return jnp.pad(x, ((0, 0), (0, 0), (0, slots - x.shape[2]), *((0, 0),) * (x.ndim - 3)))
+        def resized(x: Array) -> Array:
+            more = (0, max(slots - x.shape[2], 0))
+            return jnp.pad(x, ((0, 0), (0, 0), more, *((0, 0),) * (x.ndim - 3)))[:, :, :slots]
 
-        return dataclasses.replace(self, slots=jax.tree.map(widened, self.slots))
+        return dataclasses.replace(self, slots=jax.tree.map(resized, self.slots))
 
     def specs(self, rows: Any, heads: Any) -> Record:
         """Returns the partition specs of the arrays, whose rows and heads these axes divide."""
