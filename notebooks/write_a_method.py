@@ -104,7 +104,7 @@ class SmallKeys(PromptBudget):
     def on_prompt(self, cache, state, step):
         budget = self.rows_budget(cache, state)
         norm = jnp.linalg.norm(step.keys.astype(jnp.float32), axis=-1)
-        return Keep(budget, -norm, newest=jnp.full_like(budget, self.window)), state
+        return Keep(budget, -norm, newest=self.window), state
 
 
 # %% [markdown]

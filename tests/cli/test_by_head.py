@@ -16,6 +16,7 @@ from kvjax.cli.templates import Dialogue
 from kvjax.generation.continuation import TextDecoder, new_text
 from kvjax.models import from_pretrained, load_tokenizer
 from tests.cli.commands import error, output
+from tests.support.marks import slow
 
 TEXT = "Once upon a time there was a girl named Lily. She had a red ball and a big dog. " * 16
 
@@ -61,7 +62,7 @@ def read(capsys, tinystories, document, tmp_path):
     [
         "by_head(kvzip(room=64), profile={!r})",
         "by_head(chain(kvzip, quantize), profile={!r})",
-        "chain(by_head(kvzip(fit=True, room=64), profile={!r}), quantize)",
+        *slow("chain(by_head(kvzip(fit=True, room=64), profile={!r}), quantize)"),
     ],
 )
 def test_it_is_read_and_asked_as_in_python(

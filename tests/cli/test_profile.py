@@ -45,6 +45,7 @@ def test_a_profile_is_written_and_read(capsys, text, tmp_path):
     assert answers["results"]
 
 
+@pytest.mark.slow
 def test_a_profile_is_made_at_first_use_and_found_then(capsys, text, tmp_path, monkeypatch):
     """It is the same for every text that is read, and a line says that it was made."""
     monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "cache"))

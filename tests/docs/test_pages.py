@@ -38,7 +38,7 @@ def by_name(pages, slow=(), exhaustive=()):
         marks += [pytest.mark.exhaustive] * (page.stem in exhaustive)
         return pytest.param(page, id=page.stem, marks=marks)
 
-    return pytest.mark.parametrize("page", map(case, pages))
+    return pytest.mark.parametrize("page", [case(page) for page in pages])
 
 
 def run(page: Path) -> dict:

@@ -48,6 +48,7 @@ def test_every_command_can_be_read():
         parser().parse_args(words)
 
 
+@pytest.mark.slow
 def test_python_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     module = ModuleType("readme")

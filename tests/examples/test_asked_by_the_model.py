@@ -60,6 +60,7 @@ def test_check_finds_nothing(asked):
     kvjax.testing.check(asked.Asked(0.5, sinks=1))
 
 
+@pytest.mark.slow
 def test_turns_contexts_and_heads(asked, tmp_path):
     """Under `ByHead` too, whose heads keep unequal numbers of tokens, and from a file."""
     table = np.linspace(0.2, 1, 2 * 2 * 8).reshape(2, 2, 8)

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.support.marks import some_slow
+
 FOLDER = Path(__file__).parents[2] / "examples"
 NAMES = ("nnx_decoder", "linen_decoder", "foreign_attention")
 pytestmark = pytest.mark.lenient  # users have JAX's own promotion
@@ -43,7 +45,7 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", some_slow(NAMES, "nnx_decoder"))
 def test_steps_write_what_a_longer_prompt_is_followed_by(example, monkeypatch, name):
     """The prompt and all but the last token, read at once, give the last token."""
     module, texts = example(name)

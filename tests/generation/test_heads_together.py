@@ -88,7 +88,7 @@ def same(one, other, kind: str) -> None:
             np.testing.assert_array_equal(first.cache.kv.length, second.cache.kv.length)
 
 
-@pytest.mark.parametrize("name", some_slow(METHODS, "kvzip", "kvzip in 8 bits", "snapkv again"))
+@pytest.mark.parametrize("name", some_slow(METHODS, "kvzip", "kvzip in 8 bits"))
 def test_turns_are_those_of_groups_alone(name, monkeypatch):
     """Ragged rows, of which some take no part; several turns, with answers between them."""
     transform = METHODS[name]
@@ -112,6 +112,7 @@ def test_further_documents_are_those_of_groups_alone(name, monkeypatch):
         same(one, other, KINDS.get(name, "accumulated"))
 
 
+@pytest.mark.slow
 def test_rows_that_are_read_in_groups(monkeypatch):
     monkeypatch.setattr(groups, "_TOKENS_PER_SHAPE", 0)
     turns, read_in = [[[4, 9] * 12, [3, 1], [8, 8, 2]], [None, [5], [7] * 20]], []

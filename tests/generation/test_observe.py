@@ -56,7 +56,7 @@ def programs() -> tuple[int, int]:
     return prompt_pass._read_layer._cache_size(), observe._compress._cache_size()
 
 
-@pytest.mark.parametrize("name", some_slow(LAYERED, "pyramidkv", "by head", "head groups"))
+@pytest.mark.parametrize("name", some_slow(LAYERED, "pyramidkv", "by head"))
 def test_a_shared_reading_gives_the_caches_that_each_layer_reads_alone(name, monkeypatch):
     monkeypatch.setattr(observe, "FEWEST", 2)
     transform, before = LAYERED[name], programs()

@@ -89,7 +89,8 @@ def diagnosed(where: str) -> Diagnosis:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("where", ["inside", pytest.param("after", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("where", ["inside", "after"])
+@pytest.mark.slow
 def test_fidelity_and_bytes(where):
     """Those of `measure_fidelities`, and of contexts that the prompts were read into."""
     found = diagnosed(where)
