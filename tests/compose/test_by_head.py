@@ -12,10 +12,11 @@ import pytest
 
 import kvjax
 import kvjax.evaluation
-from kvjax import ByHead, ClusterKV, HeadProfile, KVzip, Quantize, SnapKV, chain
+from kvjax import ByHead, ClusterKV, KVzip, Quantize, SnapKV, chain
 from kvjax.budgets.heads import HeadShares
 from kvjax.budgets.profile import shares
 from kvjax.compose.wrappers import by_head_groups
+from kvjax.kit import HeadProfile
 from tests.generation.test_generate import RAGGED, generate, model
 from tests.references import head_shares
 from tests.references.rope import rope

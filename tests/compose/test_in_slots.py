@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import Every, Everywhere, HeadGroups, PerLayer, SnapKV, WhenFull, chain, in_slots
+from kvjax import Every, Everywhere, HeadGroups, PerLayer, SnapKV, WhenFull, chain
+from kvjax.kit import in_slots
 from tests.generation.test_generate import RNG, VOCAB, generate, model
 
 TOKENS = 120
