@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import QUICK
+from tests.support.marks import some_slow
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
@@ -57,8 +58,14 @@ def test_the_cell_that_installs_is_the_same_in_all():
     assert '\n%pip install -q --find-links . "kvjax[eval,gguf]"\n' in cell
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+# Those that a reader opens first; all others run before a release.
+FIRST = {
+    "compose", "document_and_questions", "one_document_small_cache", "own_flax_model", "quickstart",
+    "write_a_method",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", some_slow(NAMES, exhaustive={*NAMES} - FIRST))
 def test_notebooks_run_from_top_to_bottom(monkeypatch, name):
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
