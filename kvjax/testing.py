@@ -280,8 +280,12 @@ def _promises(case: _Case) -> None:
     for before, after in pairs:
         extent, kv = before.transform.extent(Extent(_MAX_PROMPT, _MAX_NEW)), after.kv
         kept = int((before.kv.live.sum(-1) + before.kv.dropped).max())
-        longer = before.transform.extent(Extent(_LONG_PROMPT, _MAX_NEW))  # no room is as large
-        if kept < _LENGTHS.max() and longer.prompt >= _LONG_PROMPT:
+        if (
+            kept < _LENGTHS.max()
+            and extent.prompt >= _MAX_PROMPT
+            # A room may be larger than the short prompt, and is not as large as the long one.
+            and before.transform.extent(Extent(_LONG_PROMPT, _MAX_NEW)).prompt >= _LONG_PROMPT
+        ):
             warnings.warn(
                 f"{before.transform!r} keeps {kept} of {_LENGTHS.max()} tokens, and `extent` does "
                 "not promise so: its cache takes the bytes of the full one",
