@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 import kvjax
+import kvjax.models
 
 ROOT = Path(__file__).parents[1]
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
+import kvjax.models
 from kvjax.protocol import is_bound
 from tests.references.chelsea import soft_matching, unmatched_share
 from tests.support.attending import Tokens, parts, right, run

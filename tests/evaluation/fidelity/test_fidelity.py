@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import kvjax
+import kvjax.models
 from kvjax.evaluation import attention_error, measure_fidelities, recall_rate
 from tests.references import recall as reference
 from tests.references.attention import softmax_attention
