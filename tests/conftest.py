@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import os
 import signal
+import sys
 from pathlib import Path
 
 import jax
@@ -109,7 +109,7 @@ def optimised():
             ("observe", "_compress", (0, 1, 2), 3),
             ("decode_loop", "_decode", 0, 2),
         ):
-            module = importlib.import_module(f"kvjax.generation.{name}")
+            module = sys.modules[f"kvjax.generation.{name}"]
             plain = getattr(module, function).__wrapped__
             jitted = jax.jit(
                 plain, static_argnums=static, donate_argnums=donated, compiler_options=AS_USERS

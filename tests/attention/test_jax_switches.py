@@ -82,8 +82,7 @@ def outputs(kind: str) -> list[np.ndarray]:
 without_switches = functools.cache(outputs)
 
 
-# The kinds that a switch may concern; those that take long run before a release, as does every kind
-# under the first two.
+# Under the first two every kind of method, under each other switch the kinds that it may concern.
 UNDER = {
     "x64": KINDS,
     "NaNs": KINDS,
@@ -96,6 +95,7 @@ UNDER = {
 }
 
 
+# Cases that take long, and run before a release.
 LONG = {
     *((kind, "x64") for kind in ("evicts in steps", "shares", "places")),
     *((kind, "NaNs") for kind in ("evicts in steps", "merges", "draws", "places")),

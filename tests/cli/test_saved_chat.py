@@ -16,7 +16,7 @@ from kvjax.generation.continuation import TextDecoder, new_text
 from kvjax.models import from_pretrained, load_tokenizer
 from kvjax.registry import METHODS as REGISTRY
 from tests.cli.commands import error, output
-from tests.support.cases import CASES, names
+from tests.support.cases import CASES
 from tests.support.marks import some_slow
 
 TEXT = "Once upon a time there was a girl named Lily. She had a red ball and a big dog. " * 4
@@ -73,16 +73,14 @@ def test_most_cases_can_be_written():
     assert len(METHODS) > 35
 
 
-# Kinds of what is saved: the others go on in contexts' own tests, and here before a release.
+# Cases that save different kinds of caches; the others run before a release.
 SAVED = {
     "full", "h2o", "kvzip", "kvzip_fit", "kvmerger", "clusterkv", "clusterkv_offload", "spindlekv",
     "every_kvmerger", "snapkv_quantize_channel",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", some_slow(METHODS, "quantize", exhaustive={*METHODS} - SAVED - {"quantize"})
-)
+@pytest.mark.parametrize("name", some_slow(METHODS, "quantize", exhaustive={*METHODS} - SAVED))
 def test_a_saved_conversation_goes_on_as_if_it_had_not_ended(chat, new, tmp_path, name):
     options = *new, "--method", METHODS[name], "--max-prompt", "64"
     whole = chat("Once upon a time", *SAID, "/bytes", options=options)[0]
@@ -91,10 +89,9 @@ def test_a_saved_conversation_goes_on_as_if_it_had_not_ended(chat, new, tmp_path
     assert rest.count("\n") >= 3 and whole.endswith(rest)
 
 
-TALKED_ABOUT = [name for name in METHODS if name in REGISTRY or name == "quantize"]
-
-
-@pytest.mark.parametrize("name", names(TALKED_ABOUT, "kvzip"))
+@pytest.mark.parametrize(
+    "name", some_slow(METHODS, "kvzip", exhaustive={*METHODS} - {*REGISTRY, "quantize"})
+)
 def test_a_document_is_talked_about(chat, book, tmp_path, name):
     folder = book(METHODS[name])
     whole = chat(*SAID, "/bytes", options=(folder, "--max-new", "6"))[0]
