@@ -43,9 +43,13 @@ class Compiler:
         if self._on_compile is not None:
             self._on_compile(program)
         start = time.perf_counter()
-        function.lower(*args).compile()
+        self.compile_new(program, function, *args)
         self.seconds += time.perf_counter() - start
         self._done.add(key)
+
+    def compile_new(self, program: str, function: Any, *args: Any) -> None:
+        """Compiles `function` for arguments that are new: a place to look at what is compiled."""
+        function.lower(*args).compile()
 
     def run(self, program: str, function: Any, *args: Any) -> Any:
         """Calls `function` with these arguments after `compile`, and returns what it returns."""
@@ -95,7 +99,9 @@ class Tracer:
 def _kind(function: Any, args: tuple) -> Hashable:
     """Returns what is equal for arguments that share compiled code: all but what is in arrays."""
     leaves, tree = jax.tree.flatten(args)
-    kinds = ((x.shape, x.dtype) if hasattr(x, "shape") else x for x in leaves)
+    # A mesh has a shape and some methods have a dtype, and neither is an array.
+    arrays = (hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves)
+    kinds = ((x.shape, x.dtype) if a else x for x, a in zip(leaves, arrays, strict=True))
     return function, tree, tuple(kinds)
 
 
