@@ -57,6 +57,7 @@ def read(capsys, tinystories, document, tmp_path):
     return arguments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [
@@ -128,6 +129,7 @@ def test_other_weights_are_refused(capsys, read, heads, model):
     assert "heads.safetensors is of another model: its weights" in said
 
 
+@pytest.mark.slow
 def test_a_chat_has_a_document_in_its_first_turn(capsys, monkeypatch, heads, tinystories):
     """The share is one of the first turn, which is repeated; further turns stay beside it."""
     lines = f"{TEXT.strip()}\n/bytes\nWhat did she say?\n/quit\n"
@@ -142,6 +144,7 @@ def test_a_chat_has_a_document_in_its_first_turn(capsys, monkeypatch, heads, tin
     assert all("cut by --max-new" in line for line in cuts)
 
 
+@pytest.mark.slow
 def test_a_hint_where_the_end_of_a_document_decides(capsys, read):
     assert main([str(x) for x in read("chain(snapkv, quantize)")]) == 0
     _, err = capsys.readouterr()
@@ -150,6 +153,7 @@ def test_a_hint_where_the_end_of_a_document_decides(capsys, read):
         output(capsys, *read(method))
 
 
+@pytest.mark.slow
 def test_short_and_empty_documents(capsys, read, document, heads, tmp_path):
     method = f"by_head(kvzip, profile={str(heads)!r})"
     document.write_text("Hi.")

@@ -32,6 +32,7 @@ def story_file(tinystories, tmp_path_factory):
     return write_model(path, "llama", model, add)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_a_model_is_found_from_another_folder(
     capsys, monkeypatch, story_file, tinystories, tmp_path, kind

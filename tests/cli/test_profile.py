@@ -22,6 +22,7 @@ def text(tmp_path):
     return file
 
 
+@pytest.mark.slow
 def test_a_profile_is_written_and_read(capsys, text, tmp_path):
     out = tmp_path / "a new folder" / "heads.safetensors"
     arguments = "profile", "--text", text, "--method", "snapkv", "--out", out

@@ -118,6 +118,7 @@ def test_what_is_kept_is_told(capsys, document, tinystories, tmp_path):
     assert third.endswith(f"or kvjax chat {tmp_path / 'out'}, goes on from it")
 
 
+@pytest.mark.slow
 def test_questions_have_the_room_of_the_method(capsys, document, tinystories, tmp_path):
     """Unless more is asked for, which is refused before the document is read."""
     args = ["read", document, "--out", tmp_path / "out", "--model", tinystories]
@@ -139,6 +140,7 @@ def test_questions_have_the_room_of_the_method(capsys, document, tinystories, tm
     assert record["max_questions"] == 9
 
 
+@pytest.mark.slow
 def test_room_is_no_more_than_was_asked_for(read, tmp_path):
     """A method with room for 256 tokens of questions gets what may be asked, and no padding."""
     sizes = "--max-questions", "64", "--max-new", "8"
@@ -153,6 +155,7 @@ def test_room_is_no_more_than_was_asked_for(read, tmp_path):
     assert (record["kept_slots"], record["room_slots"]) == (record["prompt_tokens"], 3 + 8)
 
 
+@pytest.mark.slow
 def test_a_form_that_takes_no_more_and_loses_nothing_is_named(capsys, read, document, tinystories):
     """As of a text so short that a share of it and the room are nearly all of it."""
     record = read("--method", "kvzip", "--budget", "0.5")

@@ -117,6 +117,7 @@ def test_turns_after_a_document_are_those_of_ask_and_of_a_chat(chat, book, tinys
     assert err.startswith(f"{folder}: ") and "room for 256 more tokens and 128 of answers" in err
 
 
+@pytest.mark.slow
 def test_choices_go_on_as_they_were_made(chat, new, tmp_path):
     """Draws have the seed and the temperature of before, unless others are given."""
     draws = "--temperature", "1.5", "--seed", "7", "--max-new", "9"

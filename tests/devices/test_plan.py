@@ -57,6 +57,7 @@ def test_a_plan_counts_what_a_context_holds(method):
     assert 0 < caches.read <= caches.device and 0 < caches.room < caches.device + caches.host
 
 
+@pytest.mark.slow
 def test_a_budget_by_head(tmp_path):
     """By the profile in a file, its bytes are a context's; without one, heads are equal."""
     model, size = random_decoder(CONFIG), {"max_prompt": 160, "max_new": 24}
@@ -156,6 +157,7 @@ def test_the_command(capsys):
     assert "64 x 80 GB (data 8, tensor 8)" in " ".join(shown.split()) and "snapkv" in shown
 
 
+@pytest.mark.slow
 def test_what_is_kept_and_what_is_room(capsys):
     """Room is a part of a request's bytes, and a form that keeps all and takes no more is named."""
     words = ["plan", "--model", "smollm2-135m", "--tokens", "1000", "--new", "100"]
@@ -191,6 +193,7 @@ def test_errors(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_request_beyond_the_models_positions_is_refused(capsys):
     """As by `kvjax generate`; a method that moves keys to their rank has no limit."""
     words = ["plan", "--model", "smollm2-135m", "--batch", "1", "--new", "192", "--json"]

@@ -36,6 +36,7 @@ def read(asked, prompts=PROMPTS, transform=None, **options):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_it_keeps_what_questions_of_the_model_look_at(asked):
     """Three prompts of unequal length, against whole passes in float64."""
     context = read(asked)

@@ -135,6 +135,7 @@ def test_results_are_those_of_one_padded_batch(name, together):
         same_answers(one, other)
 
 
+@pytest.mark.slow
 def test_no_more_tokens_are_read_than_groups_have(shapes):
     layers = model().num_layers
     context = kvjax.read(model(), PROMPTS, max_prompt=128, buckets=BUCKETS)

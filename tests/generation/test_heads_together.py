@@ -88,6 +88,7 @@ def same(one, other, kind: str) -> None:
             np.testing.assert_array_equal(first.cache.kv.length, second.cache.kv.length)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some_slow(METHODS, "kvzip", "kvzip in 8 bits"))
 def test_turns_are_those_of_groups_alone(name, monkeypatch):
     """Ragged rows, of which some take no part; several turns, with answers between them."""
@@ -100,6 +101,7 @@ def test_turns_are_those_of_groups_alone(name, monkeypatch):
     assert programs()[1:] == after[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some_slow(["kvzip", "kvzip with fit"], "kvzip"))
 def test_further_documents_are_those_of_groups_alone(name, monkeypatch):
     """They are looked at, and fitted in each rectangle."""
@@ -149,6 +151,7 @@ def test_what_is_stored_stays_bit_for_bit():
     assert kept > 100
 
 
+@pytest.mark.slow
 def test_one_program_of_a_block_and_none_for_the_next_question():
     transform, before, compiled = METHODS["snapkv"], programs(), []
     context = kvjax.read(model(), RAGGED, transform=transform, **SIZES)

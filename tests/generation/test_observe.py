@@ -56,6 +56,7 @@ def programs() -> tuple[int, int]:
     return prompt_pass._read_layer._cache_size(), observe._compress._cache_size()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some_slow(LAYERED, "pyramidkv", "by head"))
 def test_a_shared_reading_gives_the_caches_that_each_layer_reads_alone(name, monkeypatch):
     monkeypatch.setattr(observe, "FEWEST", 2)
@@ -68,6 +69,7 @@ def test_a_shared_reading_gives_the_caches_that_each_layer_reads_alone(name, mon
     assert programs()[1] == after[1]
 
 
+@pytest.mark.slow
 def test_one_program_reads_and_one_for_each_capacity_compresses():
     transform, before, compiled = kvjax.PyramidKV(20, window=3), programs(), []
     first = read(transform, on_compile=compiled.append)

@@ -119,21 +119,25 @@ def test_no_array_is_lost_whatever_the_other_layers_do(name):
     goes_wrong(model_of_three_layers(), {**LAYERED, **ROOMY}[name])
 
 
+@pytest.mark.slow
 def test_a_turn_of_fewer_rows_that_are_read_in_groups(monkeypatch):
     divided = lambda widths: [[0], [2]] if 0 in widths else [None]  # noqa: E731
     monkeypatch.setattr(groups, "row_groups", divided)
     goes_wrong(model(), kvjax.SnapKV(20, window=4))
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_show_its_parts():
     whole = dataclasses.replace(as_functional(model()), parts=None)
     goes_wrong(whole, kvjax.SnapKV(20, window=4))
 
 
+@pytest.mark.slow
 def test_a_turn_that_is_repeated():
     goes_wrong(model(), kvjax.KVzip(0.3, room=16), document=Words((5, 6)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", some_slow(("snapkv", "kvzip with fit", "kvzip in 8 bits"), "snapkv")
 )

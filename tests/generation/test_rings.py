@@ -102,6 +102,7 @@ def test_text_is_that_of_the_full_cache(name):
 # --- with every method ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     some_slow(["h2o", "quest", "infinigen", "pyramidinfer", "8 bits", "4 bits", "every"], "h2o"),

@@ -70,6 +70,7 @@ def test_answers_the_bundled_question_only_if_it_sees_the_needle(model, tokenize
     assert not is_right(reply(without, kvjax.Full()), answer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "length", "cases", "least"),
     [

@@ -104,6 +104,7 @@ def watched(model):
     return plot.watch(model, prompt, transform, steps=3), prompt, transform
 
 
+@pytest.mark.slow
 def test_watched_steps_are_those_of_the_method(model, watched):
     (steps, context), prompt, transform = watched
     plain = kvjax.generate(

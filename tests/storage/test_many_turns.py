@@ -165,6 +165,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "form"), some_slow(CASES, ("snapkv", "4 bits")))
 def test_what_is_encoded_stays_as_it_is(name, form):
     """Compares turns in which slots stay: turns of one token, or for ClusterKV of a whole cluster,

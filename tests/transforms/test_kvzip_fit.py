@@ -175,6 +175,7 @@ def test_attention_of_other_queries_comes_closer(pieces):
     assert (errors[1] < 0.7 * errors[0]).all()
 
 
+@pytest.mark.slow
 def test_groups_of_heads_are_fitted_each_in_its_own_rectangle():
     groups = kvjax.HeadGroups((((1,), method(True)), ((0,), method(True, 16))))
     caches, document = read(groups)

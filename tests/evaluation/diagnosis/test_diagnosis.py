@@ -89,6 +89,7 @@ def diagnosed(where: str) -> Diagnosis:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["inside", "after"])
 @pytest.mark.slow
 def test_fidelity_and_bytes(where):

@@ -279,6 +279,7 @@ TURNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", some_slow(TURNS, "two"))
 def test_a_question_after_what_was_compressed(which):
     """Many methods at once: on unrotated keys where one of them wants those, or on rotated ones."""
@@ -290,6 +291,7 @@ def test_a_question_after_what_was_compressed(which):
         agrees(one, METHODS[name][1], 6, 2, QUESTIONS)
 
 
+@pytest.mark.slow
 def test_a_model_with_learned_sinks():
     """Prompts read once, their questions, new tokens and what is right: all with the sinks."""
     sinks = np.random.default_rng(4).normal(2.0, 4.0, size=(LAYERS, QUERY_HEADS))
@@ -356,6 +358,7 @@ def test_selected_slots_count_as_kept():
             close(found.error[layer, row], reference.attention_error(outs, full), "accumulated")
 
 
+@pytest.mark.slow
 def test_code_is_compiled_once_for_a_shape_and_the_prompt_is_read_once():
     model = dataclasses.replace(tiny_model(), apply=functools.partial(apply_tiny))
     TRACES.clear()

@@ -94,6 +94,7 @@ def report():
     return found, seen
 
 
+@pytest.mark.slow
 def test_figures_of_a_row_fit_together(report):
     found, seen = report
     expected = [(1, "full"), (1, "snapkv"), (2, "full"), (2, "snapkv")]
