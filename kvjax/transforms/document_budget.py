@@ -158,6 +158,11 @@ class DocumentBudget(PromptBudget):
         others = self._newest_others(cache, live & ~new & (mark == 0))
         stays = (cache.position < self.sinks) | newest(cache, self.window)
         score = self.scores(cache, state, step, new)
+        if score.shape != cache.shape:
+            raise ValueError(
+                f"{type(self).__name__}.scores must return a score for each slot, "
+                f"{list(cache.shape)}, got the shape {list(score.shape)}"
+            )
         keep = Keep(
             slots + (before | others).sum(-1), jnp.where(new, score, -jnp.inf),
             always=before | others | (new & stays), newest=jnp.minimum(tokens, self.window),

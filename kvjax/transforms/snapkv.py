@@ -106,7 +106,15 @@ def window_attention(
 
     `Step` may hold more queries, for another part of a chain. With `weight`, each query's
     probabilities are multiplied by its weight; a weight of 0 leaves the query out.
+
+    Raises:
+      ValueError: `Step` holds fewer queries, since the method's `needs` ask for fewer.
     """
+    if step.query.shape[2] < window:
+        raise ValueError(
+            f"window must be at most the {step.query.shape[2]} queries that `needs` ask for "
+            f"(Needs.query_window), got {window}"
+        )
     batch, kv_heads, _ = cache.shape
     q = step.query[:, :, -window:]
     q = q.reshape(batch, kv_heads, cache.group, *q.shape[2:])

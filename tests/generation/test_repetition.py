@@ -7,10 +7,12 @@ import functools
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
+from kvjax.compose.foreseen import foreseen
 from kvjax.generation.compiler import Compiler
 from kvjax.generation.model import as_functional
 from kvjax.generation.prompt_pass import CacheSize
@@ -200,3 +202,12 @@ def test_what_are_no_pieces(made, error, got):
 
     with pytest.raises(error, match=rf"Looks.pieces must return integers \[1 documents.*{got}"):
         kvjax.read(model("plain"), [PROMPTS[2]], transform=Method(0.5))
+
+
+def test_scores_of_another_shape():
+    class ByToken(kvjax.kit.DocumentBudget):
+        def scores(self, cache, state, step, document):
+            return document.any(1).astype(jnp.float32)
+
+    with pytest.raises(ValueError, match=r"ByToken.scores must return a score for each slot"):
+        foreseen(ByToken(0.5), "prompt")

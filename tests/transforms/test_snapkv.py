@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.compose.foreseen import foreseen
 from tests.references.snapkv import SnapKV
 from tests.support.attending import Tokens, new_cache, prompt, slots_of
 from tests.support.marks import some_slow
@@ -88,3 +89,11 @@ def test_a_longer_window_in_a_chain_is_not_looked_at():
         _, cache = prompt(transform, cache, Tokens.random(rows=1), np.arange(64)[None])
         kept.append([slots_of(cache, 0, head)["position"].tolist() for head in range(2)])
     assert kept[0] == kept[1]
+
+
+def test_a_window_that_needs_do_not_ask_for():
+    class Forgetful(kvjax.SnapKV):
+        needs = property(lambda self: kvjax.kit.Needs(query_window=4))
+
+    with pytest.raises(ValueError, match=r"at most the 4 queries that `needs` ask for.*got 8"):
+        foreseen(Forgetful(20, window=8), "prompt")
