@@ -55,6 +55,7 @@ from .transforms.infinigen.infinigen import InfiniGen as InfiniGen
 from .transforms.kvcrush.kvcrush import KVCrush as KVCrush
 from .transforms.kvmerger.kvmerger import KVMerger as KVMerger
 from .transforms.kvzip.kvzip import KVzip as KVzip
+from .transforms.own_queries import OwnQueries as OwnQueries
 from .transforms.pyramidinfer.pyramidinfer import PyramidInfer as PyramidInfer
 from .transforms.pyramidkv import PyramidKV as PyramidKV
 from .transforms.quest import Quest as Quest

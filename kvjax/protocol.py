@@ -66,7 +66,9 @@ class Card:
       when: the situation in which to take it, a key of `kvjax.cli.situations.HEADINGS`.
       small: arguments with which it has something to do in a prompt of 24 tokens, for tests, which
         set `budget` to 12 and `dense_layers` to none themselves.
-      unscored: parameters that change no score, so that a profile of heads (`ByHead`) serves all.
+      unscored: parameters that a profile of heads (`ByHead`) does not depend on, since they change
+        no score, or are among `profiled`.
+      profiled: arguments with which a profile of heads is made, whatever the method's own are.
       couples_heads: whether what it decides for a head depends on other heads of the layer.
 
     Example:
@@ -80,6 +82,7 @@ class Card:
     when: Situation | None = None
     small: Mapping[str, Any] = field(default_factory=dict)
     unscored: tuple[str, ...] = ()
+    profiled: Mapping[str, Any] = field(default_factory=dict)
     couples_heads: bool = False
 
 
@@ -216,12 +219,15 @@ class Chunk(NamedTuple):
       positions: token positions, -1 for padding, `[B, T]`.
       slots: the slot of each token, `[B, H, T]`; a number behind the last slot for padding.
       inputs: what entered the layer; None: the probe does not ask for it.
+      received: attention that each slot received from these queries, summed over them, in float32,
+        by query head of its KV head, `[B, H, G, S]`; None: the probe does not ask for it.
     """
 
     query: Float[Array, "B Q T D"]
     positions: Int[Array, "B T"]
     slots: Int[Array, "B H T"]
     inputs: Inputs | None
+    received: Float[Array, "B H G S"] | None
 
 
 class Look(NamedTuple):
@@ -252,10 +258,13 @@ class Probe:
 
     Class attributes:
       inputs: whether it notes what enters a layer (`Chunk.inputs`).
+      received: whether it notes the attention that the document's own queries pay
+        (`Chunk.received`).
       instructions: texts that it asks with, so that what was learnt with other words is told apart.
     """
 
     inputs: ClassVar[bool] = False
+    received: ClassVar[bool] = False
     instructions: ClassVar[tuple[str, ...]] = ()
 
     def union(self, other: Probe) -> Probe:

@@ -26,6 +26,7 @@ from kvjax.transforms.infinigen.infinigen import InfiniGen
 from kvjax.transforms.kvcrush.kvcrush import KVCrush
 from kvjax.transforms.kvmerger.kvmerger import KVMerger
 from kvjax.transforms.kvzip.kvzip import KVzip
+from kvjax.transforms.own_queries import OwnQueries
 from kvjax.transforms.pyramidinfer.pyramidinfer import PyramidInfer
 from kvjax.transforms.pyramidkv import PyramidKV
 from kvjax.transforms.quest import Quest
@@ -40,6 +41,7 @@ METHODS: dict[str, type[KVTransform]] = {
     "h2o": H2O,
     "snapkv": SnapKV,
     "kvzip": KVzip,
+    "own_queries": OwnQueries,
     "pyramidkv": PyramidKV,
     "pyramidinfer": PyramidInfer,
     "kvmerger": KVMerger,

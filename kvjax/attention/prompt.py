@@ -80,18 +80,20 @@ def read(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B 
     grouped = q.reshape(q.shape[0], kv.shape[1], -1, *q.shape[2:])
     seen, sinks, options = Seen(kv.log_mass, kv.position), call.options.sinks, call.kernel_options
     args = Queries(grouped, positions), keys, kv.v.read(), seen
-    if needs.accumulated_attention:
-        out, _, mass = prompt_attention_and_sums(*args, sinks=sinks, **options)
-        kv = add_attention(kv, mass.reshape(q.shape[0], -1, kv.slots))
+    record, sums = reading.record, None
+    notes_sums = record is not None and needs.probe.received
+    if needs.accumulated_attention or notes_sums:
+        out, _, sums = prompt_attention_and_sums(*args, sinks=sinks, **options)
     else:
         out, lse = prompt_attention(*args, **options)
         _, out = beside_sinks(sinks, lse, out)
+    if needs.accumulated_attention:
+        kv = add_attention(kv, sums.reshape(q.shape[0], -1, kv.slots))
     queries = reading.queries
     if queries is not None:
         queries = queries.add(q, positions)
-    record = reading.record
     if record is not None:
-        chunk = Chunk(q, positions, slots, tokens.inputs)
+        chunk = Chunk(q, positions, slots, tokens.inputs, sums if notes_sums else None)
         record = needs.probe.read(record.with_slots(kv.slots), chunk)
     reading = dataclasses.replace(
         reading, cache=dataclasses.replace(reading.cache, kv=kv), queries=queries, record=record,

@@ -143,7 +143,7 @@ class ByHead(LayerChoice, Learner):
             raise ValueError(
                 f"a profile of heads needs a method that scores tokens, got {brief(self.method)}"
             )
-        return self.method
+        return dataclasses.replace(self.method, **self.method.card.profiled)
 
     def observe(self, reader: KVTransform, cache: KVCache, state: State, step: Step) -> Array:
         """Returns the scores by which the method would keep the tokens, `[H, S]`."""

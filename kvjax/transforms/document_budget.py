@@ -201,6 +201,18 @@ def document_slots(cache: KVCache, step: Step) -> Bool[Array, "B H S"]:
     return evictable(cache) & (cache.position >= step.length_before[:, None, None])
 
 
+def relative_size(
+    values: Float[Array, "B H S D"], document: Bool[Array, "B H S"]
+) -> Float[Array, "B H S"]:
+    """Returns `‖v_s‖ / median_s ‖v_s‖`, over the tokens of a document in each head."""
+    size = jnp.linalg.norm(values.astype(jnp.float32), axis=-1)
+    ascending = jnp.sort(jnp.where(document, size, jnp.inf), axis=-1)
+    count = document.sum(-1, keepdims=True)
+    middle = [jnp.take_along_axis(ascending, jnp.maximum(count - n, 0) // 2, -1) for n in (1, 0)]
+    median = (middle[0] + middle[1]) / 2
+    return jnp.where(document & (median > 0), size / jnp.maximum(median, 1e-30), 0.0)
+
+
 def _importance(
     score: Float[Array, "B H S"], document: Bool[Array, "B H S"], stays: Bool[Array, "B H S"]
 ) -> UInt8[Array, "B H S"]:

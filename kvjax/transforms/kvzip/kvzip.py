@@ -17,7 +17,7 @@ from kvjax.cache.slots import KVCache
 from kvjax.checks import check_count, check_flag
 from kvjax.decisions import Keep, Retain
 from kvjax.protocol import Card, Needs, Step
-from kvjax.transforms.document_budget import DocumentBudget, document_slots
+from kvjax.transforms.document_budget import DocumentBudget, document_slots, relative_size
 from kvjax.transforms.kvzip.fit import fit
 from kvjax.transforms.kvzip.repetition import QuerySample, Repetition
 from kvjax.transforms.pooling import check_kernel, pool
@@ -120,7 +120,7 @@ class KVzip(DocumentBudget):
         """Scores a document's tokens by what the repetition attends to, and by their values."""
         score = step.record.slots["received"]
         if self.values:
-            score = score * _relative_size(cache.v.read(), document)
+            score = score * relative_size(cache.v.read(), document)
         return pool(score[:, :, None], cache, document, self.kernel, "avg")[:, :, 0]
 
     def _fitted(
@@ -162,15 +162,3 @@ class KVzip(DocumentBudget):
             keep, values=write_slots(values, kept, v),
             log_mass=write_slots(cache.log_mass, kept, log_mass),
         )  # fmt: skip
-
-
-def _relative_size(
-    values: Float[Array, "B H S D"], document: Bool[Array, "B H S"]
-) -> Float[Array, "B H S"]:
-    """Returns `‖v_s‖ / median_s ‖v_s‖`, over the tokens of a document in each head."""
-    size = jnp.linalg.norm(values.astype(jnp.float32), axis=-1)
-    ascending = jnp.sort(jnp.where(document, size, jnp.inf), axis=-1)
-    count = document.sum(-1, keepdims=True)
-    middle = [jnp.take_along_axis(ascending, jnp.maximum(count - n, 0) // 2, -1) for n in (1, 0)]
-    median = (middle[0] + middle[1]) / 2
-    return jnp.where(document & (median > 0), size / jnp.maximum(median, 1e-30), 0.0)
