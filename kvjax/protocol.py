@@ -66,9 +66,9 @@ class Card:
       when: the situation in which to take it, a key of `kvjax.cli.situations.HEADINGS`.
       small: arguments with which it has something to do in a prompt of 24 tokens, for tests, which
         set `budget` to 12 and `dense_layers` to none themselves.
-      unscored: parameters that a profile of heads (`ByHead`) does not depend on, since they change
-        no score, or are among `profiled`.
-      profiled: arguments with which a profile of heads is made, whatever the method's own are.
+      unscored: parameters that change no score, so that a profile of heads (`ByHead`) serves all.
+      profiled_by: the method by whose scores `ByHead` shares the budget of this one among heads;
+        None: by its own.
       couples_heads: whether what it decides for a head depends on other heads of the layer.
 
     Example:
@@ -82,7 +82,7 @@ class Card:
     when: Situation | None = None
     small: Mapping[str, Any] = field(default_factory=dict)
     unscored: tuple[str, ...] = ()
-    profiled: Mapping[str, Any] = field(default_factory=dict)
+    profiled_by: type[KVTransform] | None = None
     couples_heads: bool = False
 
 

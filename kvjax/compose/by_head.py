@@ -125,8 +125,14 @@ class ByHead(LayerChoice, Learner):
         return shared[0]
 
     def source(self) -> KVTransform:
-        """Returns this around the method alone that scores."""
-        return dataclasses.replace(self, base=self.method)
+        """Returns this around the method alone by whose scores heads share."""
+        return dataclasses.replace(self, base=self._profiled)
+
+    @property
+    def _profiled(self) -> KVTransform:
+        method = self.method
+        other: Any = method.card.profiled_by
+        return method if other is None else other(method.budget)  # pyright: ignore[reportAttributeAccessIssue]
 
     def planned(self, model: Any) -> KVTransform:
         """Returns the base: all heads have the mean share."""
@@ -139,11 +145,11 @@ class ByHead(LayerChoice, Learner):
                 "a profile of heads needs a model with layers without a sliding window, which "
                 f"alone hold more than their windows, got windows of {brief(model.windows)}"
             )
-        if getattr(foreseen(self.method, "prompt"), "score", None) is None:
+        if getattr(foreseen(self._profiled, "prompt"), "score", None) is None:
             raise ValueError(
                 f"a profile of heads needs a method that scores tokens, got {brief(self.method)}"
             )
-        return dataclasses.replace(self.method, **self.method.card.profiled)
+        return self._profiled
 
     def observe(self, reader: KVTransform, cache: KVCache, state: State, step: Step) -> Array:
         """Returns the scores by which the method would keep the tokens, `[H, S]`."""

@@ -16,6 +16,7 @@ from kvjax.cache.slots import KVCache, sorted_slots
 from kvjax.checks import check_count, check_part
 from kvjax.protocol import Card, Chunk, Needs, Probe, Step
 from kvjax.transforms.document_budget import DocumentBudget, relative_size
+from kvjax.transforms.kvzip.kvzip import KVzip
 from kvjax.transforms.pooling import check_kernel, pool
 
 # A token that few tokens follow would get a large mean from one of them that looks back.
@@ -92,8 +93,9 @@ class OwnQueries(DocumentBudget):
         score[s] = quoted[s]^(1 − use) · used[s]^use,
 
     and the best `budget` tokens of each head stay. `DocumentBudget` has the rule for several
-    documents, and what becomes of other prompts. `ByHead` shares a budget among heads by `quoted`
-    alone: a few heads use all of a text a little, and would take the budget of those that quote.
+    documents, and what becomes of other prompts. `ByHead` shares a budget among heads by
+    the scores of `KVzip`, whose profile is made once for a model: what is used a little is spread
+    over heads that would take the budget of those that quote.
 
     Args:
       budget, sinks, window, room: as in `DocumentBudget`.
@@ -126,7 +128,7 @@ class OwnQueries(DocumentBudget):
 
     card = Card(
         acts="prompt", when="facts", small={"sinks": 2, "window": 2, "room": 4, "piece": 8},
-        unscored=("room", "use"), profiled={"use": 0.0},
+        unscored=("room",), profiled_by=KVzip,
     )  # fmt: skip
 
     def __post_init__(self):
