@@ -32,6 +32,7 @@ TRANSFORMS = [
     kvjax.Quantize(bits="float8"),
     kvjax.Quantize(**FOUR_BITS, key_axis="token"),
     kvjax.Quantize(**FOUR_BITS, residual=8),
+    kvjax.Quantize(**FOUR_BITS, key_bits=8),
     kvjax.chain(kvjax.StreamingLLM(12, sinks=2, reposition=True), kvjax.Quantize()),
     kvjax.Codebook(0.6, 0.6, interval=3),
     kvjax.chain(kvjax.H2O(budget=12), kvjax.Codebook(0.6, 0.6, interval=2, magnitude=False)),
@@ -71,7 +72,7 @@ def decode(transform, implementation):
 
 
 # The others show nearly the same, and run with the slow tests.
-SOME_SLOW = some_slow(TRANSFORMS, *(TRANSFORMS[number] for number in (1, 6, 10)))
+SOME_SLOW = some_slow(TRANSFORMS, *(TRANSFORMS[number] for number in (1, 6, 7, 11)))
 
 
 def held(cache):

@@ -132,6 +132,7 @@ def _encoded(heads: Heads) -> Iterator[Program]:
         "4 bits per channel": (
             form(quantise_groups, group=group, axis="channel"), form(quantise_groups, group=group)
         ),
+        "int8 keys, values in 4 bits": (form(quantise_slots), form(quantise_groups, group=group)),
     }  # fmt: skip
     for name, (k, v) in forms.items():
         axis = "channel" if "channel" in name else "token"

@@ -365,6 +365,7 @@ def in_groups(name: str, form: Quantize = FORMS["channel"]):
 LARGE = {  # forms, and what they may lose of a step's output
     "8 bits": (Quantize(8), 0.02), "float8": (Quantize("float8"), 0.045),
     "4 bits": (Quantize(4), 0.13), "4 bits, token": (Quantize(4, key_axis="token"), 0.17),
+    "4 bits, keys in 8": (Quantize(4, key_bits=8), 0.1),
     "8 bits, late": (chain(kvjax.StreamingLLM(200, reposition=True), Quantize(8)), 0.025),
 }  # fmt: skip
 
@@ -372,7 +373,7 @@ LARGE = {  # forms, and what they may lose of a step's output
 @pytest.mark.parametrize(
     ("form", "dtype", "options"),
     [
-        ("8 bits", "float32", {}), ("4 bits", "float32", {}),
+        ("8 bits", "float32", {}), ("4 bits", "float32", {}), ("4 bits, keys in 8", "float32", {}),
         *slow(
             ("8 bits", "bfloat16", {"soft_cap": 20.0}), ("float8", "float16", {"window": 50}),
             ("4 bits, token", "float16", {}), ("8 bits, late", "bfloat16", {"window": 50}),
@@ -485,9 +486,18 @@ def test_a_step_decodes_blocks_only(form):
         ({"bits": 2}, r"bits must be one of \(8, 4, 'float8'\), got 2"),
         ({"group": 32}, "group is an option of bits=4"),
         ({"residual": 128}, "residual is an option of bits=4, key_axis='channel'"),
-        ({"bits": 4, "key_axis": "token", "residual": 128}, "with bits=4, key_axis='token'"),
+        (
+            {"bits": 4, "key_axis": "token", "residual": 128},
+            "with bits=4, key_bits=None, key_axis='token'",
+        ),
         ({"bits": 4, "residual": 100}, "multiple of group=32, got 100"),
         ({"bits": 4, "group": 48}, "multiple of group=48, got 128"),
+        ({"key_bits": 8}, "key_bits is an option of bits=4"),
+        ({"bits": 4, "key_bits": 4}, r"key_bits must be one of \(8,\), got 4"),
+        (
+            {"bits": 4, "key_bits": 8, "key_axis": "token"},
+            "option of keys in 4 bits",
+        ),
         ({"rotate": "keys"}, r"rotate must be one of \(True, False, 'values'\), got 'keys'"),
     ],
 )

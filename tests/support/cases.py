@@ -128,6 +128,7 @@ def quantised(budget: int) -> dict:
         "quantize_quest": chain(eight, quest(budget)),
         "h2o_quantize_token": chain(h2o, token),
         "snapkv_quantize_channel": chain(snap, channel),
+        "snapkv_quantize_keys_in_8": chain(snap, Quantize(4, GROUP, key_bits=8)),
         "quantize_channel_infinigen": chain(channel, infinigen(budget)),
     }
 

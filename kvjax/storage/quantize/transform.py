@@ -62,6 +62,7 @@ class Quantize(KVTransform):
       residual: M, decode steps after which the complete groups of new tokens are encoded; a
         multiple of `group`, with `key_axis="channel"` only; 128 as in KIVI. Behind ClusterKV its
         interval is used instead. It has no effect where a `key_axis` of None has become "token".
+      key_bits: 8 stores keys in 8 bits where values have 4; None: keys have as many as values.
       rotate: True rotates keys and values, "values" values alone, False neither. Keys in groups of
         slots are never rotated. Neither are keys that a part of the chain stores without RoPE
         (`StreamingLLM(reposition=True)`), since RoPE while attending needs the original channels;
@@ -107,6 +108,7 @@ class Quantize(KVTransform):
     key_axis: Axis | None = None
     residual: int | None = None
     rotate: bool | Literal["values"] = True
+    key_bits: Literal[8] | None = None
 
     stage: ClassVar[Stage] = Stage.REPRESENT
     card = Card(
@@ -114,7 +116,8 @@ class Quantize(KVTransform):
         when="lossless",
     )  # fmt: skip
     # True where keys are encoded in groups of slots.
-    groups_slots = property(lambda self: self.bits == 4 and self.key_axis != "token")
+    groups_slots = property(lambda self: self._bits_of_keys == 4 and self.key_axis != "token")
+    _bits_of_keys = property(lambda self: self.key_bits or self.bits)
     _group = property(lambda self: (self.group or GROUP) if self.bits == 4 else 1)
     _residual = property(lambda self: self.residual or RESIDUAL)
 
@@ -122,6 +125,8 @@ class Quantize(KVTransform):
         check_choice("bits", self.bits, get_args(Bits))
         if self.key_axis is not None:
             check_choice("key_axis", self.key_axis, get_args(Axis))
+        if self.key_bits is not None:
+            check_choice("key_bits", self.key_bits, (8,))
         if not isinstance(self.rotate, bool):
             check_choice("rotate", self.rotate, (True, False, "values"))
         for name in ("group", "residual"):
@@ -135,13 +140,15 @@ class Quantize(KVTransform):
 
     def _check_options(self) -> None:
         """Raises if an option is given that has no effect."""
-        four, slots = ("bits=4", self.bits == 4), ("bits=4, key_axis='channel'", self.groups_slots)
-        for name, (form, used) in {"group": four, "key_axis": four, "residual": slots}.items():
+        four, keys = ("bits=4", self.bits == 4), ("keys in 4 bits", self._bits_of_keys == 4)
+        slots = "bits=4, key_axis='channel'", self.groups_slots
+        options = {"group": four, "key_bits": four, "key_axis": keys, "residual": slots}
+        for name, (form, used) in options.items():
             value = getattr(self, name)
             if value is not None and not used:
                 raise ValueError(
                     f"{name} is an option of {form}, got {name}={value!r} with "
-                    f"bits={self.bits!r}, key_axis={self.key_axis!r}"
+                    f"bits={self.bits!r}, key_bits={self.key_bits!r}, key_axis={self.key_axis!r}"
                 )
 
     def in_chain(self, before: tuple[KVTransform, ...], after: tuple[KVTransform, ...]) -> Quantize:
@@ -192,4 +199,6 @@ class Quantize(KVTransform):
             # RoPE while attending would mix the wrong channels of keys in another basis.
             rotated = self.rotate is True and not cache.unrotated_keys
             k = dataclasses.replace(v, relative=True, hadamard=rotated)
+            if self.key_bits is not None:
+                k = dataclasses.replace(k, bits=self.key_bits, group=1)
         return cache.replace(k=k.empty(shape, dtype), v=v.empty(shape, dtype)), ()
