@@ -52,7 +52,9 @@ def add_grid_options(parser: argparse.ArgumentParser, out: str, lengths: tuple[i
     options.add_model(parser)
     parser.add_argument("--text", metavar="FILE",
         help="UTF-8 text that the model does not know (default: a bundled one)")  # fmt: skip
-    parser.add_argument("--data", metavar="DIR", help="folder with the files of data sets")
+    parser.add_argument(
+        "--data", metavar="PATH", help="folder with the files of data sets, or the file of one"
+    )
     options.add_methods(parser, grid.METHODS, full=True)
     options.add_budgets(parser, grid.BUDGETS)
     add = functools.partial(options.add_list, parser)
