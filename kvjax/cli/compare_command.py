@@ -69,7 +69,7 @@ def add_grid_options(parser: argparse.ArgumentParser, out: str, lengths: tuple[i
         help="most tokens of an answer (default: what each task says)")  # fmt: skip
     parser.add_argument("--chat", action=argparse.BooleanOptionalAction,
         help="prompts of published tasks are messages of the model's chat template (default: as "
-        "each benchmark has it; RULER has none)")  # fmt: skip
+        "each benchmark has it; RULER and SQuAD have none)")  # fmt: skip
     add("--seed", value_type=options.seed, default=0, about="of the cases", metavar="N")
     add("--out", value_type=str, default=out, about="folder of the results", metavar="DIR")
 

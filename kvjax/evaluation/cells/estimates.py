@@ -67,7 +67,7 @@ class Estimate(NamedTuple):
         """
         values = np.asarray(scores, np.float64)
         if groups is not None:
-            return cls.ratio(values, np.ones_like(values), groups)
+            return cls.ratio(values.tolist(), [1.0] * len(values), groups)
         # Equal values have an interval of no width; scipy's bootstrap refuses a single value.
         low = high = float(values[0])
         if np.ptp(values) > 0:
