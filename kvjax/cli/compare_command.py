@@ -52,7 +52,9 @@ def add_grid_options(parser: argparse.ArgumentParser, out: str, lengths: tuple[i
     options.add_model(parser)
     parser.add_argument("--text", metavar="FILE",
         help="UTF-8 text that the model does not know (default: a bundled one)")  # fmt: skip
-    parser.add_argument("--data", metavar="DIR", help="folder with the files of data sets")
+    parser.add_argument(
+        "--data", metavar="PATH", help="folder with the files of data sets, or the file of one"
+    )
     options.add_methods(parser, grid.METHODS, full=True)
     options.add_budgets(parser, grid.BUDGETS)
     add = functools.partial(options.add_list, parser)
@@ -67,7 +69,7 @@ def add_grid_options(parser: argparse.ArgumentParser, out: str, lengths: tuple[i
         help="most tokens of an answer (default: what each task says)")  # fmt: skip
     parser.add_argument("--chat", action=argparse.BooleanOptionalAction,
         help="prompts of published tasks are messages of the model's chat template (default: as "
-        "each benchmark has it; RULER has none)")  # fmt: skip
+        "each benchmark has it; RULER and SQuAD have none)")  # fmt: skip
     add("--seed", value_type=options.seed, default=0, about="of the cases", metavar="N")
     add("--out", value_type=str, default=out, about="folder of the results", metavar="DIR")
 

@@ -11,14 +11,15 @@ __all__ = ["DESCRIPTION", "EXAMPLES", "add_options", "run"]
 
 DESCRIPTION = """\
 Runs tasks through the caches of methods and budgets, beside the full cache:
-RULER (generated in a text), LongBench, ZeroSCROLLS, XSum and GSM8K (from files
-in --data), the tasks of kvjax compare, perplexity and attention. Published tasks
-need packages: pip install 'kvjax[eval]'. Results are those of kvjax compare, and
-go on as there."""
+RULER (generated in a text), LongBench, ZeroSCROLLS, XSum, GSM8K and SQuAD, where
+the loss of right answers is measured (from files in --data), the tasks of kvjax
+compare, perplexity and attention. Published tasks need packages:
+pip install 'kvjax[eval]'. Results are those of kvjax compare, and go on as there."""
 EXAMPLES = """\
 examples:
   kvjax eval niah_single_2 vt --model smollm2 --method snapkv --budget 0.2
   kvjax eval multi_news --model DIR --data longbench --lengths 4096
+  kvjax eval squad --model DIR --data dev-v2.0.json --question after
   kvjax eval perplexity --model DIR --text book.txt --method h2o,quest --budget 0.1,0.2"""
 
 

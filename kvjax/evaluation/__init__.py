@@ -10,7 +10,7 @@ from .codebook_reserve import reserve_ratio
 from .comparison.compare import compare
 from .diagnosis.diagnosis import Diagnosis, Finding, diagnose
 from .fidelity.fidelity import Fidelity, attention_error, measure_fidelities, recall_rate
-from .fidelity.perplexity import context_nll
+from .fidelity.perplexity import answer_nll, context_nll
 from .speed.speed import Speed, SpeedReport, measure_speed
 from .tasks import ANSWERS, MEASURES, OWN_TASKS, Case, Frame, Haystack, Task, is_right
 
@@ -36,6 +36,7 @@ __all__ = [
     "SpeedReport",
     "Task",
     "Unit",
+    "answer_nll",
     "attention_error",
     "compare",
     "context_nll",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attention.layer import Cache, layer_caches
@@ -109,17 +110,26 @@ class Context:
         """
         if self.rows != 1:
             raise ValueError(f"only a context of one row can be repeated, got {self.rows} rows")
-        caches = take_rows(self.caches, [0] * rows)
+        return self.take([0] * rows)
+
+    def take(self, rows: Sequence[int]) -> Context:
+        """Returns the context of some rows, each as often as it is named, in memory of their own.
+
+        Args:
+          rows: the row that each new row is copied from.
+
+        Raises:
+          TypeError, ValueError: as `kvjax.take_rows`.
+        """
+        caches, index = take_rows(self.caches, rows), np.asarray(rows)
         by_row = {
-            name: jnp.repeat(getattr(self, name), rows, axis=0)
+            name: getattr(self, name)[index]
             for name in ("logits", "seen", "length", "prompt_tokens", "new_tokens")
         }
-        size = self.size._replace(batch=rows)
-        # `+` makes another array, since a call may donate those of the repeated context.
-        repeated = dataclasses.replace(
-            self, caches=caches, size=size, waiting=+self.waiting, **by_row
-        )
-        return repeated.placed()
+        size = self.size._replace(batch=len(rows))
+        # `+` makes another array, since a call may donate those of the context that results.
+        taken = dataclasses.replace(self, caches=caches, size=size, waiting=+self.waiting, **by_row)
+        return taken.placed()
 
     def copy(self) -> Context:
         """Copies all arrays, so that a call may donate those of the copy."""

@@ -138,6 +138,19 @@ def test_what_a_context_says():
     assert one.repeat(4).nbytes == 4 * one.nbytes
 
 
+def test_rows_of_a_context():
+    """Some rows in another order, one of them twice: each goes on as it would have gone on."""
+    context, rows = read("snapkv"), [2, 0, 2]
+    taken = context.take(rows)
+    assert taken.length.tolist() == [41, 53, 41] and taken.rows == 3
+    whole = generate(QUESTIONS, context).tokens
+    asked = [QUESTIONS[row] for row in rows]
+    assert generate(asked, taken, donate=True).tokens == [whole[row] for row in rows]
+    assert generate(QUESTIONS, context).tokens == whole, "it has memory of its own"
+    with pytest.raises(ValueError, match="3"):
+        context.take([3])
+
+
 @pytest.mark.parametrize(
     ("prompts", "options", "message"),
     [

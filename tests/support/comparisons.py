@@ -9,6 +9,7 @@ from typing import Any
 from kvjax.evaluation import MEASURES, Cell, Estimate, Results
 from kvjax.evaluation.cells import files
 from kvjax.evaluation.report import plots
+from kvjax.evaluation.tasks import NATS
 
 FULL = "full", None
 LONG = "chain(kvcrush(snapkv), every(quantize(bits=4, group=64), steps=128), offload)"
@@ -40,7 +41,7 @@ def comparison(
     asked = {
         "model": model, "seed": 3, "methods": [list(one) for one in candidates],
         "lengths": list(lengths), "questions": list(questions), "cases": CASES,
-        "tasks": {task: {"metric": "accuracy", "floor": _floor(task)} for task in tasks},
+        "tasks": {task: {"metric": _metric(task), "floor": _floor(task)} for task in tasks},
     }  # fmt: skip
     cells = [
         Cell(task, length, question, 0, CASES, method, budget)
@@ -50,6 +51,10 @@ def comparison(
         for method, budget in candidates
     ]
     return Results(asked, {cell: record(cell) for cell in cells})
+
+
+def _metric(task: str) -> str:
+    return NATS if task == "perplexity" else "accuracy"
 
 
 def _floor(task: str) -> float | None:

@@ -7,6 +7,7 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 
 _RESAMPLES = 2_000  # resamples of a bootstrap
 
@@ -53,12 +54,20 @@ class Estimate(NamedTuple):
         return cls(float(values.mean()), *interval, len(values))
 
     @classmethod
-    def resampled(cls, scores: Sequence[float]) -> Estimate:
+    def resampled(cls, scores: Sequence[float], groups: Sequence[int] | None = None) -> Estimate:
         """Estimates the mean with a bootstrap's interval: percentiles of 2,000 resamples.
 
         The resamples have a fixed seed.
+
+        Args:
+          scores: those of all cases.
+          groups: a number for each case, equal for cases whose scores depend on each other, such
+            as questions about one passage. Groups are then drawn first, and cases within them.
+            None: cases are independent.
         """
         values = np.asarray(scores, np.float64)
+        if groups is not None:
+            return cls.ratio(values.tolist(), [1.0] * len(values), groups)
         # Equal values have an interval of no width; scipy's bootstrap refuses a single value.
         low = high = float(values[0])
         if np.ptp(values) > 0:
@@ -70,3 +79,38 @@ class Estimate(NamedTuple):
             )  # fmt: skip
             low, high = map(float, resampled.confidence_interval)
         return cls(float(values.mean()), low, high, len(values))
+
+    @classmethod
+    def ratio(
+        cls, parts: Sequence[float], wholes: Sequence[float], groups: Sequence[int]
+    ) -> Estimate:
+        """Estimates the mean of `parts` divided by the mean of `wholes`, as `resampled` does.
+
+        Args:
+          parts, wholes: two numbers for each case.
+          groups: as in `resampled`.
+
+        Example:
+          >>> from kvjax.evaluation import Estimate
+          >>> share = Estimate.ratio([1.0, 2.0, 3.0], [2.0, 4.0, 6.0], [0, 0, 1])
+          >>> share.mean, share.low, share.high, share.cases
+          (0.5, 0.5, 0.5, 3)
+        """
+        part, whole = np.asarray(parts, np.float64), np.asarray(wholes, np.float64)
+        weights = _drawn(np.asarray(groups))
+        low, high = np.percentile((weights @ part) / (weights @ whole), (2.5, 97.5))
+        return cls(float(part.sum() / whole.sum()), float(low), float(high), len(part))
+
+
+def _drawn(groups: Int[np.ndarray, " N"]) -> Int[np.ndarray, "R N"]:
+    """Returns how often each resample has each case: groups are drawn, and cases within them."""
+    rng = np.random.default_rng(0)
+    numbers, member = np.unique(groups, return_inverse=True)
+    shares = np.full(len(numbers), 1 / len(numbers))
+    times = rng.multinomial(len(numbers), shares, size=_RESAMPLES)
+    weights = np.zeros((_RESAMPLES, len(groups)), int)
+    for group in range(len(numbers)):
+        cases = np.flatnonzero(member == group)
+        shares = np.full(len(cases), 1 / len(cases))
+        weights[:, cases] = rng.multinomial(len(cases) * times[:, group], shares)
+    return weights

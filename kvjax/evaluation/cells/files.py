@@ -25,7 +25,8 @@ SETTINGS, CELLS, TABLE = "settings.json", "cells.jsonl", "results.csv"
 _COLUMNS = (  # of `results.csv`
     "task", "length", "question", "method", "budget", "score", "low", "high", "cases",
     "difference", "difference_low", "difference_high", "prompt_tokens", "slots", "live_slots",
-    "cache_bytes", "full_cache_bytes", "recall", "dropped", "failed",
+    "cache_bytes", "full_cache_bytes", "recall", "nothing", "recovery", "recovery_low",
+    "recovery_high", "dropped", "failed",
 )  # fmt: skip
 _MOST_JOURNAL_BYTES = 2**30
 
@@ -271,9 +272,10 @@ def as_csv(results: Results) -> str:
     writer.writeheader()
     for row in results.rows():
         line = row._asdict()
-        for name, estimate in (("score", row.score), ("difference", row.difference)):
+        for name in ("score", "difference", "recovery"):
+            estimate = line[name]
             if estimate is not None:
-                prefix = "" if name == "score" else "difference_"
+                prefix = "" if name == "score" else f"{name}_"
                 line |= {name: estimate.mean, "cases": estimate.cases}
                 line |= {f"{prefix}low": estimate.low, f"{prefix}high": estimate.high}
         writer.writerow(_plain(line))

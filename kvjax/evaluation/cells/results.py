@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvjax.evaluation.tasks import MEASURES
+from kvjax.evaluation.tasks import MEASURES, NATS
 
 from .estimates import Estimate
 from .grid import Cell
@@ -26,8 +26,8 @@ class Row(NamedTuple):
     Args:
       task, length, question: the prompts, as in `Unit`.
       method, budget: the candidate.
-      score: mean score: 0 to 1 for answers, nats per token for `perplexity`, the error for
-        `attention`.
+      score: mean score: 0 to 1 for answers, nats per token for `perplexity` and `squad`, the error
+        for `attention`.
       difference: mean of the scores minus those of the full cache, case by case.
       prompt_tokens: mean tokens of a prompt, question included.
       slots: the budget as slots of a prompt of mean length, rounded down; None if the method has no
@@ -36,6 +36,9 @@ class Row(NamedTuple):
       cache_bytes, full_cache_bytes: mean bytes of a prompt's cache, and of its full cache.
       dropped: tokens that found no free slot.
       depths: estimate of the score at each depth.
+      nothing: mean score without the document, for `squad`.
+      recovery: share of the document's worth that is kept, for `squad`: `nothing` minus the score,
+        divided by `nothing` minus the full cache's score. None if the document is worth nothing.
       quarters: nats per token of each quarter of the continuation, for `perplexity`.
       recall: mean share of the most attended tokens that were kept, for `attention`.
       layer_recall, layer_error: recall and error of each layer, for `attention`.
@@ -56,6 +59,8 @@ class Row(NamedTuple):
     full_cache_bytes: int | None = None
     dropped: int = 0
     depths: Mapping[float, Estimate] | None = None
+    nothing: float | None = None
+    recovery: Estimate | None = None
     quarters: tuple[float, ...] | None = None
     recall: float | None = None
     layer_recall: tuple[float, ...] | None = None
@@ -131,6 +136,10 @@ class Results:
             panels.setdefault(row.panel, []).append(row)
         return panels
 
+    def is_loss(self, task: str) -> bool:
+        """Returns whether the scores of a task are losses, in nats per token."""
+        return self.settings["tasks"][task]["metric"] == NATS
+
     def at_floor(self, panel: tuple[str, int, str | None]) -> bool:
         """Returns whether the full cache does no better than without the context.
 
@@ -202,7 +211,7 @@ class Results:
         row = row._replace(prompt_tokens=mean, slots=slots)
         if task == "attention":
             return row._replace(**_attention(records))
-        scores = _scores(cells)
+        scores = _by_case(cells, "scores")
         weights = [len(record["scores"]) for record in records]
 
         def mean_of(name: str) -> float:
@@ -213,7 +222,9 @@ class Results:
             score=Estimate.of(list(scores.values())), cache_bytes=round(mean_of("cache_bytes")),
             full_cache_bytes=round(mean_of("full_cache_bytes")),
         )  # fmt: skip
-        baseline = _scores(full)
+        if "nothing" in records[0]:
+            return row._replace(live_slots=mean_of("live_slots"), **_of_passages(cells, full))
+        baseline = _by_case(full, "scores")
         shared_cases = [case for case in scores if case in baseline]
         if shared_cases:
             differences = [scores[case] - baseline[case] for case in shared_cases]
@@ -248,13 +259,35 @@ def _without_parts(cells: Mapping[Cell, Mapping[str, Any]]) -> dict[Cell, Mappin
     }
 
 
-def _scores(cells: Mapping[Cell, Mapping[str, Any]]) -> dict[int, float]:
-    """Returns scores by case number, of the cells that did not fail."""
+def _by_case(cells: Mapping[Cell, Mapping[str, Any]], name: str) -> dict[int, Any]:
+    """Returns what cells have for each case, by case number; cells that failed have nothing."""
     return {
-        cell.first + number: score
+        cell.first + number: value
         for cell, record in cells.items()
-        for number, score in enumerate(record.get("scores", ()))
+        for number, value in enumerate(record.get(name, ()))
     }
+
+
+def _of_passages(
+    cells: Mapping[Cell, Mapping[str, Any]], full: Mapping[Cell, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Returns a row's figures of the losses of right answers to questions about passages."""
+    losses, full_losses = _by_case(cells, "scores"), _by_case(full, "scores")
+    nothing, passages = _by_case(cells, "nothing"), _by_case(cells, "passages")
+    figures: dict[str, Any] = {
+        "score": Estimate.resampled(list(losses.values()), [passages[case] for case in losses]),
+        "nothing": statistics.fmean(nothing.values()),
+    }
+    cases = [case for case in losses if case in full_losses]
+    if cases:
+        groups = [passages[case] for case in cases]
+        more = [losses[case] - full_losses[case] for case in cases]
+        figures["difference"] = Estimate.resampled(more, groups)
+        kept = [nothing[case] - losses[case] for case in cases]
+        worth = [nothing[case] - full_losses[case] for case in cases]
+        if sum(worth) > 0:
+            figures["recovery"] = Estimate.ratio(kept, worth, groups)
+    return figures
 
 
 def _attention(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
 from kvjax.attention.layer import layer_caches
 from kvjax.calibration import Learner
@@ -29,14 +30,15 @@ from kvjax.evaluation.cells.grid import (
 )
 from kvjax.evaluation.cells.results import Results
 from kvjax.evaluation.fidelity.fidelity import Fidelity, measure_fidelities
-from kvjax.evaluation.fidelity.perplexity import context_nll
+from kvjax.evaluation.fidelity.perplexity import answer_nll, context_nll
 from kvjax.evaluation.memory import drop_compiled_code
+from kvjax.evaluation.tasks import Case
 from kvjax.generation.calibration import completed, sample_of, with_named
 from kvjax.generation.chat import chat_end_tokens
 from kvjax.generation.context import Context
 from kvjax.generation.continuation import TextDecoder, new_text
 from kvjax.generation.fingerprints import Fingerprint, checksum
-from kvjax.generation.generate import generate
+from kvjax.generation.generate import generate, read
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.prompt_checks import bucket
 from kvjax.generation.read_once import ReadOnce
@@ -51,6 +53,7 @@ Measured = dict[str, Any]  # the measurements of a cell, or the reason why it fa
 _ROWS_BYTES = 2**31  # rough limit on the full cache of all prompts that are read together
 # Ten divides the usual numbers of cases, so that most units have the same shape to compile.
 _MOST_ROWS = 10
+_NOTHING = 4  # tokens that stay of a document where nothing is kept: attention needs its sinks
 _COMPRESSING = 0.1  # rough cost of a method on a prompt, as a share of reading the prompt
 
 
@@ -75,7 +78,10 @@ def compare(
 
     For each task, method, budget and length it measures the mean score of greedy answers. The
     question is compressed with the text (`"inside"`), or it is asked after the text before it was
-    read and compressed (`"after"`). Two tasks ask no questions:
+    read and compressed (`"after"`). In `squad`, the score is the loss of the right answer, and
+    `Row.recovery` is what a method keeps of the document's worth:
+    `(nothing - method) / (nothing - full)`. The loss `nothing` is that after the first 4 tokens of
+    the prompt, the attention sinks, and the question. Two tasks ask no questions:
 
     - `perplexity` is the loss, in nats, of held-out tokens that go through the compressed cache one
       by one. They are the last 128 of a window of `length` tokens, or its last quarter if that is
@@ -280,7 +286,7 @@ class _Measure:
     def answers(
         self, unit: Unit, candidates: Sequence[Candidate]
     ) -> Iterator[tuple[Candidate, Measured]]:
-        """Measures scores of the answers, their texts, bytes of the caches, and lost tokens."""
+        """Measures scores of the answers, bytes of the caches, and what else belongs to them."""
         task = self.material.task(unit.task, unit.length)
         cases = task.cases[unit.first : unit.stop]
         inside = unit.question == "inside"
@@ -288,27 +294,76 @@ class _Measure:
         questions = None if inside else [case.question for case in cases]
         most_new = self.material.most_new(unit.task, unit.length, unit.first, unit.stop)
         question_length = 0 if inside else max(map(len, questions))
+        measure = (
+            self._given_answers(cases, questions)
+            if task.score is None
+            else self._written_answers(cases, questions, most_new, task.score)
+        )
+        # Cases may ask about one document, which is read once.
+        documents = list(dict.fromkeys(map(tuple, prompts)))
+        rows = [documents.index(tuple(prompt)) for prompt in prompts]
 
         def answer(context: Context) -> Measured:
-            # Counted first: `generate` donates the context's caches.
+            if len(documents) < len(rows):
+                context = context.take(rows)
+            # Counted first: the context may be donated.
             live_slots = _live_slots(context)
+            prompt_tokens = [len(case.prompt) for case in cases]
+            return {"live_slots": live_slots, "prompt_tokens": prompt_tokens, **measure(context)}
+
+        yield from self._each(
+            list(map(list, documents)), candidates, answer, question_length, most_new
+        )
+
+    def _written_answers(
+        self,
+        cases: Sequence[Case],
+        questions: list[list[int]] | None,
+        most_new: int,
+        score: Callable[[str, Case], float],
+    ) -> Callable[[Context], Measured]:
+        """Returns what measures scores of the answers that a model writes, and their texts."""
+
+        def measure(context: Context) -> Measured:
             result = generate(
                 self.model, questions, context=context, donate=True, max_new_tokens=most_new,
                 end_tokens=self.end_tokens,
             )  # fmt: skip
             pairs = list(zip(cases, result.tokens, strict=True))
             texts = [new_text(self._decode, case.prompt, tokens) for case, tokens in pairs]
-            scores = [task.score(text, case) for text, case in zip(texts, cases, strict=True)]
+            scores = [score(text, case) for text, case in zip(texts, cases, strict=True)]
             return {
                 "scores": scores, "depths": [case.depth for case in cases], "texts": texts,
-                "prompt_tokens": [len(case.prompt) for case in cases],
                 "new_tokens": [len(tokens) for tokens in result.tokens],
-                "live_slots": live_slots, "cache_bytes": result.cache_bytes // len(cases),
+                "cache_bytes": result.cache_bytes // len(cases),
                 "full_cache_bytes": result.full_cache_bytes // len(cases),
                 "dropped": result.dropped,
             }  # fmt: skip
 
-        yield from self._each(prompts, candidates, answer, question_length, most_new)
+        return measure
+
+    def _given_answers(
+        self, cases: Sequence[Case], questions: list[list[int]] | None
+    ) -> Callable[[Context], Measured]:
+        """Returns what measures losses of right answers, with the document and without it."""
+        answers = [case.details["answer_tokens"] for case in cases]
+
+        @functools.cache  # it is the same for all methods
+        def nothing() -> list[float]:
+            sinks = [case.context[:_NOTHING] for case in cases]
+            asked = [case.question for case in cases]
+            most, new = bucket(_NOTHING + max(map(len, asked)), None, None), max(map(len, answers))
+            context = read(self.model, sinks, max_prompt=most, max_new=bucket(new, None, None))
+            return _finite(answer_nll(self.model, context, answers, asked)).tolist()
+
+        def measure(context: Context) -> Measured:
+            losses = _finite(answer_nll(self.model, context, answers, questions))
+            return {
+                "scores": losses.tolist(), "nothing": nothing(),
+                "passages": [case.details["passage"] for case in cases], **_sizes(context),
+            }  # fmt: skip
+
+        return measure
 
     def perplexity(
         self, unit: Unit, candidates: Sequence[Candidate]
@@ -318,15 +373,9 @@ class _Measure:
         rows = rows[unit.first : unit.stop]
 
         def loss(context: Context) -> Measured:
-            sizes = {
-                "cache_bytes": context.nbytes // len(rows),
-                "full_cache_bytes": context.full_nbytes // len(rows),
-            }
-            nll = context_nll(self.model, context, rows[:, prompt:]).astype(np.float64)
-            if not np.isfinite(nll).all():
-                raise ValueError(f"the model's mean loss is {nll.mean()}")
+            nll = _finite(context_nll(self.model, context, rows[:, prompt:]))
             quarters = [part.mean() for part in np.array_split(nll, 4, axis=1)]
-            return {"scores": nll.mean(1).tolist(), "quarters": quarters, **sizes}
+            return {"scores": nll.mean(1).tolist(), "quarters": quarters, **_sizes(context)}
 
         most_new = rows.shape[1] - prompt
         yield from self._each(rows[:, :prompt].tolist(), candidates, loss, 0, most_new)
@@ -396,6 +445,21 @@ class _Measure:
             start = time.perf_counter()
             # The default argument binds this transform, as a closure would follow the loop.
             yield candidate, _try(lambda tx=transform: measure(once.context(tx)), start)
+
+
+def _finite(losses: Float[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
+    """Returns losses in float64; raises ValueError if one is NaN or infinite."""
+    if not np.isfinite(losses).all():
+        raise ValueError(f"the model's mean loss is {losses.mean()}")
+    return losses.astype(np.float64)
+
+
+def _sizes(context: Context) -> Measured:
+    """Returns the bytes of a row's cache, and of its full cache."""
+    return {
+        "cache_bytes": context.nbytes // context.rows,
+        "full_cache_bytes": context.full_nbytes // context.rows,
+    }
 
 
 def _per_layer(fidelity: Fidelity) -> Measured:

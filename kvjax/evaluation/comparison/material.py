@@ -13,21 +13,24 @@ from jaxtyping import Int
 from kvjax.evaluation.cells.grid import MOST_MEASURED, Grid, Unit
 from kvjax.evaluation.tasks import (
     DATASETS,
+    NATS,
     OWN_TASKS,
     RULER_TASKS,
+    SQUAD,
     Frame,
     Haystack,
     Task,
     dataset,
     retrieval,
     ruler,
+    squad,
 )
 from kvjax.generation.prompt_checks import Sized, check_prompts
 from kvjax.protocol import Full
 
 _CONTINUATION = 128  # maximum tokens of a row that are predicted after the prompt
 _SAMPLE = 2048  # tokens of the text on which methods are calibrated
-_METRICS = {"perplexity": "nats per token", "attention": "attention error"}
+_METRICS = {"perplexity": NATS, "attention": "attention error"}
 _GOLDEN = (5**0.5 - 1) / 2  # any number of its multiples, modulo 1, is spread evenly
 
 
@@ -38,7 +41,7 @@ class Material:
       grid: the cells that are wanted.
       tokenizer: tokenizer of the model, from `transformers`.
       text: filler of the tasks that hide something, and text for the perplexity.
-      data: folder of the data sets.
+      data: folder of the data sets, or the file of one.
 
     Raises:
       ValueError: the text is too short, a length is too small for a task, or data is absent or
@@ -52,7 +55,7 @@ class Material:
         self._haystack = Haystack(tokenizer, text)
         self.tokens = self._haystack.filler
         longest = grid.lengths[-1]
-        if len(self.tokens) < longest and not set(grid.tasks) <= set(DATASETS):
+        if len(self.tokens) < longest and not set(grid.tasks) <= {*DATASETS, SQUAD}:
             raise ValueError(
                 f"the text must have at least {longest} tokens for the longest prompts, "
                 f"got {len(self.tokens)}"
@@ -70,8 +73,10 @@ class Material:
         size = {"length": length, "cases": grid.cases}
         if name in OWN_TASKS:
             return retrieval(name, self._haystack, depths=grid.depths, seed=grid.seed, **size)
-        if name in RULER_TASKS:
+        if name in (*RULER_TASKS, SQUAD):
             frame = Frame.of(self.tokenizer, chat=bool(grid.chat))
+            if name == SQUAD:
+                return squad(self.tokenizer, data=self._data, frame=frame, **size)
             return ruler(name, self.tokenizer, self._text, seed=grid.seed, frame=frame, **size)
         return dataset(name, self.tokenizer, data=self._data, chat=grid.chat, **size)
 
@@ -104,8 +109,11 @@ class Material:
 
     def most_new(self, name: str, length: int, first: int = 0, stop: int | None = None) -> int:
         """Returns the maximum new tokens of a task's cases `first` to `stop - 1`."""
-        most = max(case.max_new for case in self.task(name, length).cases[first:stop])
-        return most if self.grid.max_new is None else min(most, self.grid.max_new)
+        task = self.task(name, length)
+        most = max(case.max_new for case in task.cases[first:stop])
+        # Right answers whose loss is measured have the tokens that they have.
+        limit = None if task.score is None else self.grid.max_new
+        return most if limit is None else min(most, limit)
 
     def count(self, name: str, length: int) -> int:
         """Returns the number of cases of a task."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,11 +14,15 @@ from kvjax.attention.layer import Cache
 from kvjax.checks import check_count
 from kvjax.compiled_code import compiled
 from kvjax.devices import automatic
+from kvjax.generation.compiler import Compiler
 from kvjax.generation.context import Context
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
-from kvjax.generation.prompt_checks import check_turn
-from kvjax.generation.steps import decode_step, scan_steps
+from kvjax.generation.prompt_checks import Rows, check_turn
+from kvjax.generation.steps import decode_step, pad, scan_steps
+from kvjax.generation.turns import further_turn
 from kvjax.protocol import KVTransform
+
+_STEPS = 8  # answers are padded to a multiple of it
 
 
 @automatic()
@@ -63,13 +69,84 @@ def context_nll(
             f"tokens must have the context's {context.rows} rows, got {len(tokens)} of them"
         )
     check_turn(functional, context, None, tokens.shape[1])
+    return _losses(functional, context, tokens, np.full(len(tokens), tokens.shape[1]))
+
+
+@automatic()
+def answer_nll(
+    model: LanguageModel | FunctionalModel,
+    context: Context,
+    answers: Sequence[Sequence[int]],
+    questions: Rows | None = None,
+) -> Float[np.ndarray, " B"]:
+    """Returns the mean negative log-likelihood, in nats per token, of answers to questions.
+
+    A question is read as a further turn, as `kvjax.generate` reads it. The answer's tokens then go
+    through decode steps, as in `context_nll`, so methods that select or evict while decoding do so.
+    The context is not changed.
+
+    Args:
+      model: the model that has read the context.
+      context: a context from `kvjax.read` or `kvjax.evaluation.ReadOnce`, with room for questions
+        and answers. One of a single row takes any number of questions.
+      answers: token ids of each row's answer, at least one.
+      questions: token ids of each row's question; None: the context ends with them.
+
+    Raises:
+      TypeError, ValueError: there is not an answer for each row, an answer is empty or has tokens
+        outside the vocabulary, or questions or answers do not fit, as for a turn of
+        `kvjax.generate`.
+
+    Example:
+      >>> import kvjax
+      >>> from kvjax.evaluation import answer_nll
+      >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+      >>> model = random_decoder(DecoderConfig(
+      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=1, query_heads=4,
+      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128))
+      >>> document = kvjax.read(model, [list(range(48))], transform="snapkv(budget=40)", max_new=8)
+      >>> answer_nll(model, document, [[1, 2], [3]], questions=[[7, 8, 9], [10, 11]]).shape
+      (2,)
+    """
+    functional = as_functional(model)
+    for answer in answers:
+        check_count("tokens of an answer", len(answer), 1)
+        _check_tokens(functional, [answer])
+    rows = context.rows if questions is None else len(questions)
+    if len(answers) != rows:
+        raise ValueError(f"there must be an answer for each of {rows} rows, got {len(answers)}")
+    longest = max(map(len, answers))
+    check_turn(functional, context, questions, longest)
+    if questions is not None:
+        # Reading the questions donates the caches.
+        context = context.repeat(rows) if context.rows < rows else context.copy()
+        context = further_turn(functional, context, questions, None, Compiler())
+    # Answers of other lengths then share compiled code.
+    tokens, positions = pad(answers, -(-longest // _STEPS) * _STEPS)
+    count = (positions >= 0).sum(1)
+    nll = _losses(functional, context, tokens, count)
+    return np.where(positions >= 0, nll, 0).sum(1) / count
+
+
+def _losses(
+    model: FunctionalModel,
+    context: Context,
+    tokens: Int[np.ndarray, "B M"],
+    count: Int[np.ndarray, " B"],
+) -> Float[np.ndarray, "B M"]:
+    """Returns the losses of the first `count` tokens of each row; the others mean nothing.
+
+    Raises:
+      ValueError: written tokens of the context wait for a flush.
+    """
     if flush_interval(context.caches) is not None and int(context.waiting):
         raise ValueError(
             "context must be from kvjax.read or kvjax.evaluation.ReadOnce, got one in which "
             f"{int(context.waiting)} written tokens wait for a flush"
         )
-    state = context.caches, jnp.asarray(tokens, jnp.int32), context.length, context.logits
-    return np.asarray(_nll(context.layers, functional, *state))
+    inputs = jnp.asarray(tokens, jnp.int32), jnp.asarray(count, jnp.int32)
+    state = context.caches, *inputs, context.length, context.logits
+    return np.asarray(_nll(context.layers, model, *state))
 
 
 def _check_tokens(model: FunctionalModel, tokens: object) -> np.ndarray:
@@ -93,6 +170,7 @@ def _nll(
     model: FunctionalModel,
     caches: tuple[Cache, ...],
     tokens: Int[Array, "B M"],
+    count: Int[Array, " B"],
     length: Int[Array, " B"],
     logits: Float[Array, "B V"],
 ) -> Float[Array, "B M"]:
@@ -101,8 +179,9 @@ def _nll(
         nll = _token_nll(logits, token)
         return *decode_step(model, layers, caches, token, position), nll
 
-    # The last token is predicted and not fed: nothing comes after it.
-    positions = length[None, :] + jnp.arange(tokens.shape[1] - 1)[:, None]
+    # The last token is predicted and not fed: nothing comes after it. Padding is not fed either.
+    place = jnp.arange(tokens.shape[1] - 1)[:, None]
+    positions = jnp.where(place < count[None] - 1, length[None] + place, -1)
     logits, _, nll = scan_steps(step, logits, caches, (tokens[:, :-1].T, positions))
     return jnp.concatenate((nll, _token_nll(logits, tokens[:, -1])[None])).T
 

@@ -78,20 +78,21 @@ def png(figure: Figure) -> bytes:
 def figures(results: Results) -> dict[str, Figure]:
     """Draws the pictures of a comparison; returns them by name.
 
-    The names are `scores_by_bytes_<length>`, `perplexity_<length>` and `heatmap_<method>`. A
-    picture without data is left out.
+    The names are `scores_by_bytes_<length>`, `<task>_<length>` of losses such as
+    `perplexity_<length>`, and `heatmap_<method>`. A picture without data is left out.
     """
     panels, drawn = results.panels(), {}
     for length in results.settings["lengths"]:
-        answers = [key for key in panels if key[1] == length and key[0] not in MEASURES]
-        losses = [key for key in panels if key == ("perplexity", length, None)]
+        keys = [key for key in panels if key[1] == length]
+        answers = [key for key in keys if key[0] not in MEASURES and not results.is_loss(key[0])]
+        losses = [key for key in keys if results.is_loss(key[0])]
         suffix = f"by bytes of the cache, prompts of {length:,} tokens"
         if answers:
             drawn[f"scores_by_bytes_{length}"] = _by_bytes(results, answers, f"Score {suffix}")
-        if losses:
-            drawn[f"perplexity_{length}"] = _by_bytes(
-                results, losses, f"Loss of held-out text {suffix}"
-            )
+        for task in dict.fromkeys(task for task, _, _ in losses):
+            of_task = [key for key in losses if key[0] == task]
+            title = f"Loss, {panel_name(task, None)}, {suffix}"
+            drawn[f"{task}_{length}"] = _by_bytes(results, of_task, title)
     for number, method in enumerate(["full", *_methods(results)]):
         figure = _heat_map(results, method)
         if figure is not None:
@@ -143,7 +144,7 @@ def _by_bytes(results: Results, keys: Sequence[tuple], title: str) -> Figure:
 
 
 def _draw_by_bytes(axes: Axes, results: Results, key: tuple) -> None:
-    rows, at_floor, loss = results.panels()[key], results.at_floor(key), key[0] == "perplexity"
+    rows, at_floor, loss = results.panels()[key], results.at_floor(key), results.is_loss(key[0])
 
     def estimate(row: Row) -> tuple[float, float, float] | None:
         figure = row.difference if loss else row.score

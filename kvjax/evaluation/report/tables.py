@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from rich.filesize import decimal
@@ -35,8 +35,11 @@ DEFINITIONS = {
     "text before it has been read and compressed (after).",
     "Floor": "The lower end of the full cache's interval is less than 5 points above what needs no "
     "context. The task shows nothing of a method then, and its scores are not ranked.",
-    "Δ nats": "Loss per token of held-out text minus that with the full cache, window by window. "
-    "The full cache's row has the loss itself.",
+    "Δ nats": "Loss per token of held-out text, or of right answers to questions, minus that with "
+    "the full cache, case by case. The full cache's row has the loss itself.",
+    "Recovery": "The part of a document's worth that is kept: the loss of right answers without "
+    "the document minus that with the method, as a share of the loss without it minus that with "
+    "the full cache.",
     "Error": "Relative error of the attention outputs, a mean over layers.",
     "Recall": "Of the tokens with the most attention in the full cache, as many as a method looks "
     "at, the share that it looks at.",
@@ -140,10 +143,10 @@ def _table(results: Results, length: int, panels: dict[tuple, list[Row]]) -> Tab
     for (task, _, question), rows in panels.items():
         by_key = {row.candidate: row for row in rows}
         ordered, prompts = [by_key.get(key) for key in candidates], _prompts(rows)
-        if task not in MEASURES:
+        if results.is_loss(task):
+            columns += _losses(task, question, ordered, prompts)
+        elif task not in MEASURES:
             columns.append(_answers(results, (task, length, question), ordered, prompts))
-        elif task == "perplexity":
-            columns.append(Column("Δ nats", "", _fields(ordered, _nats), prompts=prompts))
         else:
             error = _fields(ordered, lambda row: Field(f"{row.score.mean:.3f}"))
             recall = _fields(ordered, lambda row: Field(f"{percent(row.recall)}%"))
@@ -178,6 +181,25 @@ def _answers(results: Results, panel: tuple, rows: Sequence[Row | None], prompts
         return Field(percent(mean), detail, AS_FULL * (ranked and low <= full.mean <= high))
 
     return Column(_label(task), question or "", _fields(rows, score), at_floor, prompts)
+
+
+def _losses(
+    task: str, question: str | None, rows: Sequence[Row | None], prompts: str
+) -> Iterator[Column]:
+    """Yields the losses, and what is kept of a document's worth if there are documents."""
+    # A measure without questions is the only one of its kind.
+    label = "" if question is None else f"{_label(task)} "
+    yield Column(f"{label}Δ nats", question or "", _fields(rows, _nats), prompts=prompts)
+    if any(row is not None and row.nothing is not None for row in rows):
+        heading = f"{label}recovery"
+        yield Column(heading, question or "", _fields(rows, _recovery), prompts=prompts)
+
+
+def _recovery(row: Row) -> Field:
+    if row.recovery is None:
+        return Field("-", state=ABSENT)
+    mean, low, high, _ = row.recovery
+    return Field(f"{100 * mean:.0f}%", f"{100 * low:.0f}..{100 * high:.0f}")
 
 
 def _prompts(rows: Sequence[Row]) -> str:

@@ -3,9 +3,10 @@
 from .datasets import DATASETS, dataset
 from .retrieval import OWN_TASKS, Haystack, is_right, retrieval
 from .ruler.ruler import RULER_TASKS, ruler
-from .task import Case, Frame, Task
+from .squad import SQUAD, squad
+from .task import NATS, Case, Frame, Task
 
-ANSWERS = (*OWN_TASKS, *RULER_TASKS, *DATASETS)
+ANSWERS = (*OWN_TASKS, *RULER_TASKS, *DATASETS, SQUAD)
 """Names of the tasks that ask questions."""
 
 MEASURES = ("perplexity", "attention")
@@ -16,8 +17,10 @@ __all__ = [
     "ANSWERS",
     "DATASETS",
     "MEASURES",
+    "NATS",
     "OWN_TASKS",
     "RULER_TASKS",
+    "SQUAD",
     "Case",
     "Frame",
     "Haystack",
@@ -26,4 +29,5 @@ __all__ = [
     "is_right",
     "retrieval",
     "ruler",
+    "squad",
 ]

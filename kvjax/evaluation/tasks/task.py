@@ -8,6 +8,9 @@ from typing import Any
 
 from kvjax.generation.chat import MESSAGE, TEXT, chat_parts, with_start
 
+NATS = "nats per token"
+"""Metric of scores that are losses, of which the lower one is better."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -44,17 +47,20 @@ class Task:
     Args:
       name: name on the command line, such as `"niah_single_1"` or `"multi_news"`.
       cases: the cases in order.
-      score: `score(text, case)` rates the continuation of a case from 0 to 1.
-      metric: name of the mean score, such as `"accuracy"` or `"ROUGE-L"`.
+      score: `score(text, case)` rates the continuation of a case from 0 to 1. None: nothing is
+        generated, and the score is the loss of the case's `details["answer_tokens"]`. Of cases
+        with an equal `details["passage"]`, scores are not independent.
+      metric: name of the mean score, such as `"accuracy"`, `"ROUGE-L"` or, of a loss, `NATS`.
       floor: mean score, 0 to 1, that is reached without the context. If the full cache is not
-        better than that by more than chance, the task shows nothing.
+        better than that by more than chance, the task shows nothing. None for a loss: what it is
+        without the context is measured.
     """
 
     name: str
     cases: tuple[Case, ...]
-    score: Callable[[str, Case], float]
+    score: Callable[[str, Case], float] | None
     metric: str
-    floor: float = 0.0
+    floor: float | None = 0.0
 
 
 @dataclass(frozen=True)

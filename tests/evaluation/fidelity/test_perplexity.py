@@ -1,4 +1,4 @@
-"""`context_nll` against one uncompressed pass, and against a plain loop of model calls."""
+"""`context_nll` and `answer_nll` against one uncompressed pass and a plain loop of model calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax.evaluation import context_nll
+from kvjax.evaluation import answer_nll, context_nll
 from kvjax.evaluation.fidelity import perplexity
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
 from tests.support.hf_models import Stepper
@@ -137,3 +137,69 @@ def test_a_context_with_tokens_that_wait_for_a_flush():
     repeated = kvjax.Every(kvjax.SnapKV(10, window=4), steps=5)
     with pytest.raises(ValueError, match="3 written tokens wait for a flush"):
         context_nll(model(), written(repeated), tokens)
+
+
+QUESTIONS, ANSWERS = [TOKENS[0, 20:25].tolist(), [7, 8, 9]], [[3], TOKENS[0, 25:29].tolist()]
+
+
+def document(transform: kvjax.KVTransform | str | None = None, rows: int = 1) -> kvjax.Context:
+    read = [TOKENS[0, :20]] * rows
+    return kvjax.read(model(), read, transform=transform, max_prompt=30, max_new=8)
+
+
+def one_pass_per_row() -> list[float]:
+    """Mean nats of each answer from one prompt pass over document, question and answer."""
+    means = []
+    for question, answer in zip(QUESTIONS, ANSWERS, strict=True):
+        row = np.array([[*TOKENS[0, :20], *question, *answer]])
+        step = Stepper(model(), 1, LENGTH, 1)
+        logits = step(row, np.arange(row.shape[1])[None], "prompt")
+        nats = paid(logits[:, :-1], row[:, 1:])
+        means.append(nats[0, -len(answer) :].mean())
+    return means
+
+
+def test_answers_to_questions_equal_one_uncompressed_pass():
+    """Rows differ in the lengths of questions and answers; the document has one row or two."""
+    expected = one_pass_per_row()
+    assert abs(expected[0] - expected[1]) > 0.5, "answers differ"
+    whole = document()
+    for context in (whole, document(rows=2), document("streaming_llm(budget=40)"), whole):
+        losses = answer_nll(model(), context, ANSWERS, QUESTIONS)
+        assert losses.shape == (2,)
+        close(losses, expected)
+    inside = kvjax.read(model(), [[*TOKENS[0, :20], *row] for row in QUESTIONS], max_new=8)
+    close(answer_nll(model(), inside, ANSWERS), expected)
+
+
+def test_questions_and_answers_go_through_the_cache_as_in_generate():
+    """After an answer that `generate` wrote, its logits say what one more token costs."""
+    context, question, more = document(kvjax.H2O(10)), QUESTIONS[:1], 3
+    result = kvjax.generate(
+        model(), question, context=context, max_new_tokens=4, end_tokens=()
+    )  # fmt: skip
+    (answer,) = result.tokens
+    losses = [
+        len(tokens) * answer_nll(model(), context, [tokens], question)[0]
+        for tokens in (answer, [*answer, more])
+    ]
+    close(losses[1] - losses[0], paid(result.context.logits, [more])[0])
+    lossless = answer_nll(model(), document(), [answer], question)[0]
+    assert abs(losses[0] / 4 - lossless) > 0.01, "the method takes something away"
+
+
+@pytest.mark.parametrize(
+    ("answers", "questions", "message"),
+    [
+        ([[1]], QUESTIONS, "there must be an answer for each of 2 rows, got 1"),
+        ([[1], []], QUESTIONS, "tokens of an answer must be at least 1, got 0"),
+        ([[1], [64]], QUESTIONS, r"tokens must lie in \[0, 64\), got 64"),
+        ([[1], [1] * 9], QUESTIONS, "the context has max_new = 8"),
+        ([[1]], [[1] * 60], "the context has max_prompt = 40"),
+    ],
+)
+def test_answers_that_do_not_follow_a_context(answers, questions, message, monkeypatch):
+    context = document()
+    monkeypatch.setattr(perplexity, "further_turn", lambda *_: pytest.fail("a question was read"))
+    with pytest.raises(ValueError, match=message):
+        answer_nll(model(), context, answers, questions)
