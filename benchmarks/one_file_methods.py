@@ -1,0 +1,72 @@
+"""Two methods of one file each beside KVzip: needles, and the loss of right answers.
+
+    python benchmarks/one_file_methods.py --model FOLDER --text essays.txt --data dev-v2.0.json \\
+        --out benchmarks/results/one_file_smollm2
+
+`asked` is `examples/asked_by_the_model.py`: questions that the model writes itself score a
+document. `gate` is the class `Gate` of `docs/writing-a-method.md`: a ridge regression from keys and
+values to the logarithm of KVzip's scores. All questions come after the text. It runs `kvjax eval`
+into two folders below `--out`, and can be interrupted and called again at any time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from pathlib import Path
+
+from smollm2 import run_command
+
+HOME = Path(__file__).resolve().parents[1]
+ASKED = HOME / "examples" / "asked_by_the_model.py"
+PAGE = HOME / "docs" / "writing-a-method.md"
+METHODS = ("kvzip(BUDGET, room=64)", "asked(BUDGET, room=64)", "gate(BUDGET, room=64)")
+BUDGETS = (0.5, 0.2)
+
+
+def write_gate(file: Path) -> None:
+    """Writes the page's class `Gate` into a module that registers it."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    block = next(block for block in blocks if "class Gate(" in block)
+    imports = (
+        "import jax\nimport jax.numpy as jnp\nimport kvjax\nfrom dataclasses import dataclass\n"
+    )
+    imports += "from kvjax.kit import pytree_node\n"
+    file.write_text(f'{imports}\n{block}\nkvjax.register("gate", Gate)\n')
+
+
+def main() -> None:
+    """Runs it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="folder or GGUF file of the model")
+    parser.add_argument("--text", required=True, help="what needles are hidden in")
+    parser.add_argument("--data", required=True, help="file of questions in SQuAD's format")
+    parser.add_argument("--length", type=int, default=1400, help="tokens of a prompt")
+    parser.add_argument("--cases", type=int, default=20, help="of each task")
+    parser.add_argument("--out", required=True)
+    args = parser.parse_args()
+    for name in ("model", "text", "data"):
+        setattr(args, name, os.path.abspath(getattr(args, name)))
+    out = Path(args.out).absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    os.chdir(out)
+    write_gate(Path("gate.py"))
+    methods = [
+        form.replace("METHOD", method.replace("BUDGET", f"budget={budget}"))
+        for form in ("METHOD", "by_head(METHOD)")
+        for method in METHODS
+        for budget in BUDGETS
+    ]
+    common = [
+        "--import", "gate.py", "--import", str(ASKED), "--method", ",".join(methods), "--text",
+        args.text, "--lengths", str(args.length), "--question", "after", "--cases", str(args.cases),
+    ]  # fmt: skip
+    tasks = {"squad": ["--data", args.data], "niah_single_2": ["--max-new", "16"]}
+    for task, options in tasks.items():
+        words = ["eval", task, *common, *options, "--out", f"{task}_{out.name}"]
+        run_command(Path("commands.json"), task, words, args.model)
+
+
+if __name__ == "__main__":
+    main()
