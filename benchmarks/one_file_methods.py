@@ -23,6 +23,14 @@ ASKED = HOME / "examples" / "asked_by_the_model.py"
 PAGE = HOME / "docs" / "writing-a-method.md"
 METHODS = ("kvzip(BUDGET, room=64)", "asked(BUDGET, room=64)", "gate(BUDGET, room=64)")
 BUDGETS = (0.5, 0.2)
+IMPORTS = """\
+import jax
+import jax.numpy as jnp
+from dataclasses import dataclass
+
+import kvjax
+from kvjax.kit import pytree_node
+"""  # which earlier blocks of the page have
 
 
 def write_gate(file: Path) -> None:
@@ -66,6 +74,7 @@ def main() -> None:
     for task, options in tasks.items():
         words = ["eval", task, *common, *options, "--out", f"{task}_{out.name}"]
         run_command(Path("commands.json"), task, words, args.model)
+    Path("gate.py").unlink()
 
 
 if __name__ == "__main__":

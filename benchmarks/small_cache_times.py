@@ -1,4 +1,4 @@
-"""Seconds and bytes of `by_head(kvzip)` beside the full cache and SnapKV, in one process.
+"""Seconds and bytes of `by_head(...)` beside the full cache and SnapKV, in one process.
 
     python benchmarks/small_cache_times.py --model FOLDER --text book.txt \\
         --profile heads.safetensors --out benchmarks/results/small_cache_times_smollm2.json
@@ -50,6 +50,7 @@ def methods(model: Any, profile: str) -> dict[str, kvjax.KVTransform]:
         "by_head": kvzip,
         "by_head, fit": kvzip.replace(")", ", fit=True)"),
         "by_head, 8 bits": f"chain({kvzip}, quantize)",
+        "by_head, own queries": kvzip.replace("kvzip", "own_queries"),
     }
     texts = {"full": "full", "snapkv": f"snapkv(budget={BUDGET})", "kvzip": kvzip}
     texts |= {name: f"by_head({text}, profile={profile!r})" for name, text in inside.items()}
@@ -59,11 +60,12 @@ def methods(model: Any, profile: str) -> dict[str, kvjax.KVTransform]:
 class Measure:
     """The model, its text and the methods."""
 
-    def __init__(self, folder: str, text: str, profile: str) -> None:
+    def __init__(self, folder: str, text: str, profile: str, names: list[str] | None) -> None:
         self.model, tokenizer = from_pretrained(folder), load_tokenizer(folder)
         self.ids = tokenizer(Path(text).read_text()).input_ids
         self.tokenizer = tokenizer
-        self.methods = methods(self.model, profile)
+        every = methods(self.model, profile)
+        self.methods = {name: every[name] for name in names or every}
 
     def read(self, name: str, tokens: int, start: int = 0) -> kvjax.Context:
         """A document in the cache of a method."""
@@ -148,9 +150,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=WHAT, default=WHAT)
     parser.add_argument("--read", type=int, nargs="+", default=READ_TOKENS, help="tokens to read")
+    parser.add_argument("--method", nargs="+", help="names of methods, `full` among them")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
-    measure = Measure(args.model, args.text, args.profile)
+    measure = Measure(args.model, args.text, args.profile, args.method)
     settings = {"model": Path(args.model).name, "budget": BUDGET, "rounds": args.rounds}
     rows = Rows(args.out, {"benchmark": "small_cache_times", "settings": settings})
 
