@@ -36,7 +36,7 @@ from kvjax.cache.record import Record
 from kvjax.cache.rope import Rope
 from kvjax.cache.slots import KVCache, NotAskedFor
 from kvjax.messages import brief
-from kvjax.serialization import pytree_node
+from kvjax.serialization import named, pytree_node
 from pallas_kernels import Mask
 
 if TYPE_CHECKING:
@@ -832,6 +832,7 @@ def check_transform(transform: object, where: str) -> None:
             ) from error
 
 
+@named("full")
 @dataclass(frozen=True)
 class Full(KVTransform):
     """The full cache: keeps every token. The identity, and what everything is compared with.

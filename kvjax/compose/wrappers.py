@@ -29,7 +29,7 @@ from kvjax.protocol import (
     Wrapper,
     check_transform,
 )
-from kvjax.serialization import pytree_node, static_value
+from kvjax.serialization import named, pytree_node, static_value
 
 
 class LayerChoice(KVTransform):
@@ -232,6 +232,7 @@ def in_head_order(layer: KVTransform, cache: Any, arrays: Sequence[Array]) -> Ar
     return jnp.concatenate(arrays, axis=1)[:, jnp.argsort(order)]
 
 
+@named("everywhere")
 @dataclass(frozen=True)
 class Everywhere(Wrapper):
     """A method that works in layers with a sliding window too, which would be rings otherwise.
@@ -316,6 +317,7 @@ class Repeated(NamedTuple):
     length: Int[Array, " B"]
 
 
+@named("every")
 @dataclass(frozen=True)
 class Every(_Again):
     """Lets a method that compresses prompts compress again every `steps` generated tokens.
@@ -368,6 +370,7 @@ class Every(_Again):
         return decision, state._replace(length=jnp.where(due, cache.length, state.length))
 
 
+@named("when_full")
 @dataclass(frozen=True)
 class WhenFull(_Again):
     """Lets a method that compresses prompts compress again whenever a row runs out of slots.
