@@ -42,6 +42,9 @@ from pallas_kernels import Mask
 if TYPE_CHECKING:
     from kvjax.decisions import Decision
 
+MethodHeads = tuple[int, ...] | tuple[tuple[int, ...], ...] | None
+"""KV heads of a method: the same in all layers, or those of each layer; None: all of them."""
+
 State = Any
 """A pytree of arrays that a transform keeps beside the slots; they never index by slot."""
 

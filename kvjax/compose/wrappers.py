@@ -22,6 +22,7 @@ from kvjax.protocol import (
     Extent,
     Full,
     KVTransform,
+    MethodHeads,
     Needs,
     Stage,
     State,
@@ -79,8 +80,6 @@ class PerLayer(LayerChoice):
 
 
 Heads = Sequence[int] | Int[Array, " H"]  # numbers of KV heads
-MethodHeads = tuple[int, ...] | tuple[tuple[int, ...], ...] | None
-"""KV heads of a method: the same in all layers, or those of each layer; None: all of them."""
 
 
 @static_value
