@@ -7,18 +7,15 @@ import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import numpy as np
 
+from kvjax.cache.slots import KVCache
 from kvjax.messages import brief
-from kvjax.protocol import Full, KVTransform, State, Step
+from kvjax.protocol import Full, KVTransform, MethodHeads, State, Step
 from kvjax.serialization import static_value
-
-if TYPE_CHECKING:
-    from kvjax.cache.slots import KVCache
-    from kvjax.compose.wrappers import MethodHeads
 
 
 @dataclass(frozen=True)

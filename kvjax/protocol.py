@@ -36,11 +36,14 @@ from kvjax.cache.record import Record
 from kvjax.cache.rope import Rope
 from kvjax.cache.slots import KVCache, NotAskedFor
 from kvjax.messages import brief
-from kvjax.serialization import pytree_node
+from kvjax.serialization import named, pytree_node
 from pallas_kernels import Mask
 
 if TYPE_CHECKING:
     from kvjax.decisions import Decision
+
+MethodHeads = tuple[int, ...] | tuple[tuple[int, ...], ...] | None
+"""KV heads of a method: the same in all layers, or those of each layer; None: all of them."""
 
 State = Any
 """A pytree of arrays that a transform keeps beside the slots; they never index by slot."""
@@ -841,6 +844,7 @@ def check_transform(transform: object, where: str) -> None:
             ) from error
 
 
+@named("full")
 @dataclass(frozen=True)
 class Full(KVTransform):
     """The full cache: keeps every token. The identity, and what everything is compared with.

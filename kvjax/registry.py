@@ -15,6 +15,7 @@ from kvjax.compose.origins import source_of
 from kvjax.compose.wrappers import Every, Everywhere, WhenFull
 from kvjax.messages import brief, did_you_mean
 from kvjax.protocol import Full, KVTransform, Stage, check_transform
+from kvjax.serialization import TRANSFORMS, named
 from kvjax.storage.codebook.transform import Codebook
 from kvjax.storage.offload.transform import Offload
 from kvjax.storage.quantize.transform import Quantize
@@ -35,38 +36,34 @@ from kvjax.transforms.spindlekv.layer_budget_eviction import LayerBudgetEviction
 from kvjax.transforms.spindlekv.spindlekv import SpindleKV
 from kvjax.transforms.streaming_llm import StreamingLLM
 
-METHODS: dict[str, type[KVTransform]] = {
-    "full": Full,
-    "streaming_llm": StreamingLLM,
-    "h2o": H2O,
-    "snapkv": SnapKV,
-    "kvzip": KVzip,
-    "own_queries": OwnQueries,
-    "pyramidkv": PyramidKV,
-    "pyramidinfer": PyramidInfer,
-    "kvmerger": KVMerger,
-    "chelsea": Chelsea,
-    "clusterkv": ClusterKV,
-    "quest": Quest,
-    "infinigen": InfiniGen,
-    "layer_budget": LayerBudgetEviction,
-    "spindlekv": SpindleKV,
-}
+
+def _by_name(*methods: type[KVTransform]) -> dict[str, type[KVTransform]]:
+    """Returns the classes by the names that `named` has given them."""
+    names = {method: name for name, method in TRANSFORMS.items()}
+    return {names[method]: method for method in methods}
+
+
+METHODS = _by_name(
+    Full,
+    StreamingLLM,
+    H2O,
+    SnapKV,
+    KVzip,
+    OwnQueries,
+    PyramidKV,
+    PyramidInfer,
+    KVMerger,
+    Chelsea,
+    ClusterKV,
+    Quest,
+    InfiniGen,
+    LayerBudgetEviction,
+    SpindleKV,
+)
 """The methods by their names on the command line; `kvjax.register` adds to them."""
 
-WRAPPERS: dict[str, type[KVTransform]] = {
-    "every": Every,
-    "when_full": WhenFull,
-    "cam": CaM,
-    "kvcrush": KVCrush,
-    "everywhere": Everywhere,
-    "by_head": ByHead,
-}
-STORAGE: dict[str, type[KVTransform]] = {
-    "quantize": Quantize,
-    "codebook": Codebook,
-    "offload": Offload,
-}
+WRAPPERS = _by_name(Every, WhenFull, CaM, KVCrush, Everywhere, ByHead)
+STORAGE = _by_name(Quantize, Codebook, Offload)
 
 _MOST_CHARACTERS = 10_000  # characters of a composition; Python's parser takes long for more
 _MOST_NESTED = 16  # depth of methods within methods
@@ -116,6 +113,7 @@ def register(name: str, method: type[KVTransform]) -> None:
     if name in known or name in _OTHER_MEANINGS:
         taken = known[name].__qualname__ if name in known else "something else"
         raise ValueError(f"name must be new, {name!r} already means {taken}")
+    named(name)(method)
     if any(field.name == "base" for field in dataclasses.fields(method)):
         WRAPPERS[name] = method
     elif method.stage in (Stage.REPRESENT, Stage.PLACE):

@@ -2,9 +2,9 @@
 
 A serialized program holds the structure of its inputs and outputs. Each class of nodes has a name
 in it, `kvjax.` and that of the class (`class_name`). Static fields are JSON: numbers and texts
-as they are, methods by their names (`kvjax.register`), other values by the names of their classes
-(`static_value`). Reading them executes nothing from the program. JAX learns a name when the module
-of the class is imported.
+as they are, methods by their names (`named`), other values by the names of their classes
+(`static_value`). Reading them executes nothing from the program. A name is known when the module of
+the class is imported.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -26,6 +26,7 @@ from kvjax.messages import brief
 # Names in programs. They must stay, so that later versions can read programs of earlier ones.
 NODES: dict[str, type] = {}
 VALUES: dict[str, type] = {}
+TRANSFORMS: dict[str, type] = {}
 
 Class = TypeVar("Class", bound=type)
 
@@ -69,6 +70,16 @@ def static_value(value: Class) -> Class:
     """
     VALUES[class_name(value)] = value
     return value
+
+
+def named(name: str) -> Callable[[Class], Class]:
+    """Gives the class of a method its name in texts and in exported programs; a decorator."""
+
+    def decorate(method: Class) -> Class:
+        TRANSFORMS[name] = method
+        return method
+
+    return decorate
 
 
 def class_name(new: type) -> str:
@@ -134,7 +145,7 @@ def from_json(content: Any) -> Any:
     if form == "mesh":
         shape, devices = value
         return _mesh(shape, devices)
-    known = _methods() if form == "method" else VALUES
+    known = TRANSFORMS if form == "method" else VALUES
     if value not in known:
         hint = " (kvjax.register gives a method its name)" if form == "method" else ""
         raise ValueError(f"a program names the {form} {brief(value)}, which is unknown here{hint}")
@@ -146,7 +157,7 @@ def _name(value: Any) -> dict[str, str]:
     name = class_name(type(value))
     if VALUES.get(name) is type(value):
         return {"value": name}
-    for name, method in _methods().items():
+    for name, method in TRANSFORMS.items():
         if method is type(value):
             return {"method": name}
     if dataclasses.is_dataclass(value):
@@ -155,13 +166,6 @@ def _name(value: Any) -> dict[str, str]:
             f"{value!r:.200}"
         )
     raise TypeError(f"an exported program cannot hold {value!r:.200}")
-
-
-def _methods() -> dict[str, type]:
-    """Returns the methods by their names."""
-    from kvjax.registry import METHODS, STORAGE, WRAPPERS  # their modules import this one
-
-    return METHODS | WRAPPERS | STORAGE
 
 
 def _fields(value: Any) -> Iterable[tuple[str, Any]]:

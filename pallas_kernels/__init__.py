@@ -16,8 +16,8 @@ from pallas_kernels.attention.prompt import (
     prompt_attention_and_sums,
 )
 from pallas_kernels.attention.quantized import quantized_attention
-from pallas_kernels.attention.rotation import Turn
 from pallas_kernels.base.logits import Mask, Queries, Seen
+from pallas_kernels.base.rotation import Turn
 from pallas_kernels.formats.bits import (
     Encoded,
     dequantise_groups,

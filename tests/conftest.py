@@ -106,7 +106,7 @@ def optimised():
         for name, function, static, donated in (
             ("prompt_pass", "_read_layer", 0, 2),
             ("prompt_pass", "_read_whole", (0, 1, 2), 5),
-            ("observe", "_compress", (0, 1, 2), 3),
+            ("prompt_pass", "compress_layer", (0, 1, 2), 3),
             ("decode_loop", "_decode", 0, 2),
         ):
             module = sys.modules[f"kvjax.generation.{name}"]

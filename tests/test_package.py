@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import importlib.metadata
+import importlib.util
 import inspect
 import json
 import os
@@ -16,6 +17,7 @@ import tarfile
 import tomllib
 import venv
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,64 @@ def test_every_module_can_be_the_first():
         "        sys.exit(f'import {name} fails')\n"
     )
     run(sys.executable, "-W", "ignore", "-c", code, *names)
+
+
+def not_for_types(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a syntax tree, without what stands under `if TYPE_CHECKING`."""
+    yield tree
+    for node in ast.iter_child_nodes(tree):
+        if not isinstance(node, ast.If) or "TYPE_CHECKING" not in ast.unparse(node.test):
+            yield from not_for_types(node)
+
+
+def arrows() -> dict[str, set[str]]:
+    """For each file, the files that it imports, inside functions too."""
+    files = {}
+    for top in ("kvjax", "models", "pallas_kernels"):
+        for path in (ROOT / top).rglob("*.py"):
+            file = path.relative_to(ROOT)
+            module = ".".join(file.with_suffix("").parts).removesuffix(".__init__")
+            files[f"kvjax.{module}" if top == "models" else module] = file
+
+    def imports(module: str, file: Path) -> Iterator[str]:
+        package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+        for node in not_for_types(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                yield from (name.name for name in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                source = "." * node.level + (node.module or "")
+                source = importlib.util.resolve_name(source, package)
+                names = [f"{source}.{name.name}" for name in node.names]
+                yield from (name if name in files else source for name in names)
+
+    return {
+        str(file): {str(files[name]) for name in imports(module, file) if name in files}
+        for module, file in files.items()
+    }
+
+
+def room_of(file: str, rooms: list[list[str]]) -> int:
+    """The number of a file's room, from the top down."""
+    (number,) = (i for i, room in enumerate(rooms) if any(map(file.startswith, room)))
+    return number
+
+
+def test_arrows_point_down():
+    """In the order of the rooms of ARCHITECTURE.md, and in no circle."""
+    page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*?`) \|", page.partition("| room |")[2].partition("\n\n")[0], re.M)
+    rooms = [re.findall("`(.*?)`", row) for row in rows]
+    imported = arrows()
+    assert len(rooms) > 10 and len(imported) > 200
+    assert "kvjax/cache/slots.py" in imported["kvjax/attention/attend.py"]
+    up = [
+        f"{file} imports {other}"
+        for file, others in imported.items()
+        for other in others
+        if room_of(other, rooms) < room_of(file, rooms)
+    ]
+    assert up == []
+    graphlib.TopologicalSorter(imported).prepare()  # raises CycleError
 
 
 def test_no_folders_of_evaluation_import_each_other():

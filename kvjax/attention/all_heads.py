@@ -150,7 +150,7 @@ def decide_for_all(cache: LayerCache, heads: Int[Array, " H"], reading: Reading)
       A reading of the heads in the method's order, whose tokens are in the first slots.
     """
     of_method = _reading_of(cache, of_heads(reading, heads))
-    return evicted(_with_room(of_method, reading.kv), to_front=True)
+    return evicted(_with_slots_as_read(of_method, reading.kv), to_front=True)
 
 
 def cut(transform: KVTransform, cache: Cache, reading: Reading) -> Cache:
@@ -168,11 +168,11 @@ def cut(transform: KVTransform, cache: Cache, reading: Reading) -> Cache:
       The cache after the prompt. What was stored stays as it is, bit for bit.
     """
     if not isinstance(transform, HeadGroups):
-        return compress(_with_room(_reading_of(cache, reading), reading.kv))
+        return compress(_with_slots_as_read(_reading_of(cache, reading), reading.kv))
     if reading.transform != transform.whole:
         heads_of_parts = zip(cache, transform.heads_in(cache), strict=True)
         of_parts = (_reading_of(part, of_heads(reading, heads)) for part, heads in heads_of_parts)
-        return tuple(compress(_with_room(of_part, reading.kv)) for of_part in of_parts)
+        return tuple(compress(_with_slots_as_read(of_part, reading.kv)) for of_part in of_parts)
     after, start = [], 0
     for part in layer_caches(cache):
         heads = range(start, start + part.kv.shape[1])
@@ -233,7 +233,7 @@ def _reading_of(cache: LayerCache, reading: Reading) -> Reading:
     return dataclasses.replace(reading, cache=layer, stored=begun.stored, queries=queries)
 
 
-def _with_room(reading: Reading, seen: KVCache) -> Reading:
+def _with_slots_as_read(reading: Reading, seen: KVCache) -> Reading:
     """Returns a reading with as many slots as `read` makes: slots are sorted when they are cut.
 
     Args:

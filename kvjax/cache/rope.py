@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.checks import check_array
 from kvjax.serialization import pytree_node
-from pallas_kernels.attention.rotation import Turn, rotate_pairs
+from pallas_kernels.base.rotation import Turn, rotate_pairs
 
 
 @pytree_node

@@ -20,7 +20,7 @@ from kvjax.compose.walks import walk
 from kvjax.generation.prompt_checks import check_prompts, longest_turn
 from kvjax.messages import brief
 from kvjax.protocol import Stage
-from kvjax.transforms.document_budget import with_room
+from kvjax.transforms.document_budget import with_room_at_most
 
 _MAX_QUESTIONS = 256  # tokens of a question, where the method has room for them
 
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
         document = dialogue.document(text)
         max_questions = _max_questions(args, opened.bind(candidate.transform))
         room = max_questions + args.max_new
-        transform = with_room(candidate.transform, max_questions)
+        transform = with_room_at_most(candidate.transform, max_questions)
         check_prompts(opened.config, [document], opened.bind(transform), room)
         model = opened.load(args)
         sizes = {"max_prompt": len(document) + max_questions, "max_new": args.max_new}

@@ -9,9 +9,9 @@ from kvjax.checks import check_count
 from kvjax.compose.chain import Chain, chain
 from kvjax.compose.ring import Ring
 from kvjax.compose.walks import chosen, inner_transforms, map_methods, walk
-from kvjax.compose.wrappers import Everywhere, HeadGroups, MethodHeads, by_head_groups
+from kvjax.compose.wrappers import Everywhere, HeadGroups, by_head_groups
 from kvjax.messages import brief
-from kvjax.protocol import KVTransform, Stage, check_transform
+from kvjax.protocol import KVTransform, MethodHeads, Stage, check_transform
 
 
 def bind(

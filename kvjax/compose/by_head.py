@@ -18,11 +18,22 @@ from kvjax.calibration import Calibration, Learner
 from kvjax.checks import check_part
 from kvjax.compose.chain import chain, parts_of
 from kvjax.compose.foreseen import foreseen
-from kvjax.compose.walks import MethodHeads, map_methods, walk
+from kvjax.compose.walks import map_methods, walk
 from kvjax.compose.wrappers import HeadGroups, LayerChoice
 from kvjax.decisions import made_by
 from kvjax.messages import brief
-from kvjax.protocol import Card, Extent, KVTransform, Needs, Stage, State, Step, check_transform
+from kvjax.protocol import (
+    Card,
+    Extent,
+    KVTransform,
+    MethodHeads,
+    Needs,
+    Stage,
+    State,
+    Step,
+    check_transform,
+)
+from kvjax.serialization import named
 
 _TOKENS = 10_000  # of which rectangles are made: shares are rounded to such parts
 
@@ -55,6 +66,7 @@ class HeadProfile(Calibration):
         shares(self.table, 1.0)  # raises where it is no profile
 
 
+@named("by_head")
 @dataclass(frozen=True)
 class ByHead(LayerChoice, Learner):
     """Shares the budget of a method among all heads of all layers, by a profile of the model.

@@ -12,12 +12,11 @@ from kvjax.compose.wrappers import (
     Everywhere,
     HeadGroups,
     LayerChoice,
-    MethodHeads,
     PerLayer,
     by_head_groups,
     map_head_groups,
 )
-from kvjax.protocol import Full, KVTransform
+from kvjax.protocol import Full, KVTransform, MethodHeads
 
 
 def walk(transform: KVTransform) -> Iterator[KVTransform]:

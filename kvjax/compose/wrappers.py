@@ -22,6 +22,7 @@ from kvjax.protocol import (
     Extent,
     Full,
     KVTransform,
+    MethodHeads,
     Needs,
     Stage,
     State,
@@ -29,7 +30,7 @@ from kvjax.protocol import (
     Wrapper,
     check_transform,
 )
-from kvjax.serialization import pytree_node, static_value
+from kvjax.serialization import named, pytree_node, static_value
 
 
 class LayerChoice(KVTransform):
@@ -79,8 +80,6 @@ class PerLayer(LayerChoice):
 
 
 Heads = Sequence[int] | Int[Array, " H"]  # numbers of KV heads
-MethodHeads = tuple[int, ...] | tuple[tuple[int, ...], ...] | None
-"""KV heads of a method: the same in all layers, or those of each layer; None: all of them."""
 
 
 @static_value
@@ -232,6 +231,7 @@ def in_head_order(layer: KVTransform, cache: Any, arrays: Sequence[Array]) -> Ar
     return jnp.concatenate(arrays, axis=1)[:, jnp.argsort(order)]
 
 
+@named("everywhere")
 @dataclass(frozen=True)
 class Everywhere(Wrapper):
     """A method that works in layers with a sliding window too, which would be rings otherwise.
@@ -316,6 +316,7 @@ class Repeated(NamedTuple):
     length: Int[Array, " B"]
 
 
+@named("every")
 @dataclass(frozen=True)
 class Every(_Again):
     """Lets a method that compresses prompts compress again every `steps` generated tokens.
@@ -368,6 +369,7 @@ class Every(_Again):
         return decision, state._replace(length=jnp.where(due, cache.length, state.length))
 
 
+@named("when_full")
 @dataclass(frozen=True)
 class WhenFull(_Again):
     """Lets a method that compresses prompts compress again whenever a row runs out of slots.

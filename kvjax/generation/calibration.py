@@ -23,7 +23,7 @@ from kvjax.calibration import Calibration, Learner
 from kvjax.compiled_code import compiled
 from kvjax.compose.bind import bind
 from kvjax.compose.origins import origin
-from kvjax.compose.walks import MethodHeads, learners, map_methods, walk
+from kvjax.compose.walks import learners, map_methods, walk
 from kvjax.devices import automatic
 from kvjax.files import VERSION, check_regular, user_cache, write_whole
 from kvjax.generation.compiler import Compiler
@@ -34,7 +34,7 @@ from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.prompt_checks import as_rows, check_positions, check_prompts
 from kvjax.generation.turns import Start, first_turn
 from kvjax.messages import brief
-from kvjax.protocol import Full, KVTransform
+from kvjax.protocol import Full, KVTransform, MethodHeads
 from kvjax.registry import as_transform, parse, unparse
 from kvjax.serialization import from_json, to_json
 

@@ -151,35 +151,27 @@ def join_layer(
     return join(observer, transform, cache, *slots, document), all_heads_of(transform, cache)
 
 
-def compress_layer(
-    program: str,
+def decide_layer(
     transform: KVTransform,
     size: CacheSize,
     attention: AttentionOptions,
-    into: LayerStates | Cache,
     all_heads: AllHeads | None,
-    rows: Int[Array, " G"] | None,
     reading: Reading,
     compiler: Programs,
-) -> Cache:
-    """Makes one layer's cache of what `Observe` has read; layers alike share compiled code.
+) -> Reading:
+    """Lets the method for all heads of a layer, if there is one, decide what stays of a reading.
 
     Args:
-      program: its name, as in `Compiler`.
       transform, attention: of the layer.
       size: of the cache, with the rows that were read.
-      into: the states of a new cache, or the cache. They are donated.
       all_heads: of the layer.
-      rows: the rows of the cache that were read; None: all of them.
     """
     whole = method_for_all(transform, reading)
-    if whole is not None:
-        reading = compiler.run(
-            "the decision of a layer", _decide, whole, size, attention, all_heads, reading
-        )
-    if isinstance(into, LayerStates):
-        into = into._replace(all_heads=None)
-    return compiler.run(program, _compress, transform, size, attention, into, rows, reading)
+    if whole is None:
+        return reading
+    return compiler.run(
+        "the decision of a layer", _decide, whole, size, attention, all_heads, reading
+    )
 
 
 @compiled(static_argnums=(0, 1, 2))
@@ -197,7 +189,7 @@ def _decide(
 
 
 @compiled(static_argnums=(0, 1, 2), donate_argnums=3)
-def _compress(
+def compress_layer(
     transform: KVTransform,
     size: CacheSize,
     attention: AttentionOptions,
@@ -205,7 +197,14 @@ def _compress(
     rows: Int[Array, " G"] | None,
     reading: Reading,
 ) -> Cache:
-    """Returns a layer's cache, made of a reading, or of what `_decide` has left of it."""
+    """Makes one layer's cache of what `decide_layer` has left of a reading of `Observe`.
+
+    Args:
+      transform, attention: of the layer.
+      size: of the cache, with the rows that were read.
+      into: the states of a new cache, without `all_heads`, or the cache.
+      rows: the rows of the cache that were read; None: all of them.
+    """
     cache = into
     if isinstance(into, LayerStates):
         cache = new_cache(transform, size, attention, into)

@@ -22,7 +22,7 @@ from kvjax.compose.bind import bind
 from kvjax.compose.chain import parts_of
 from kvjax.compose.foreseen import frees_at_prompts_end, frees_while_decoding
 from kvjax.compose.ring import Ring
-from kvjax.compose.walks import MethodHeads, map_methods
+from kvjax.compose.walks import map_methods
 from kvjax.compose.wrappers import by_head_groups
 from kvjax.devices import DATA, check_mesh
 from kvjax.generation.calibration import with_named
@@ -30,7 +30,7 @@ from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.new_caches import CacheSize
 from kvjax.generation.prompt_checks import check_positions
 from kvjax.generation.prompt_pass import cache_shapes
-from kvjax.protocol import KVTransform
+from kvjax.protocol import KVTransform, MethodHeads
 from kvjax.registry import as_transform
 from kvjax.storage.offload.payload import Offloaded
 from kvjax.storage.quantize.transform import GROUP, Quantize

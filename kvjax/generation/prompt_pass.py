@@ -34,6 +34,7 @@ from kvjax.generation.observe import (
     NO_STATES,
     Observe,
     compress_layer,
+    decide_layer,
     join_layer,
     observers_of,
     slots_together,
@@ -195,6 +196,7 @@ def _read_by_layer(
                 if is_new:  # nothing is written after the prompt
                     how = how._replace(size=size._replace(max_new=0))
                     all_heads = states_or_cache.all_heads
+                    states_or_cache = states_or_cache._replace(all_heads=None)
                 else:
                     joined, all_heads = compiler.run(
                         f"the heads of {of_layer}", join_layer, observer, transform, slots,
@@ -205,9 +207,10 @@ def _read_by_layer(
                 *passing[number], joined,
             )  # fmt: skip
             if observer is not None:
-                cache = compress_layer(
-                    f"the compression of {of_layer}", transform, size, attention[layer],
-                    states_or_cache, all_heads, rows, cache, compiler,
+                cache = decide_layer(transform, size, attention[layer], all_heads, cache, compiler)
+                cache = compiler.run(
+                    f"the compression of {of_layer}", compress_layer, transform, size,
+                    attention[layer], states_or_cache, rows, cache,
                 )  # fmt: skip
             # Waiting bounds the memory: a layer that is queued has its arrays already.
             cache = jax.block_until_ready(cache)

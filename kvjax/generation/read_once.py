@@ -19,8 +19,8 @@ from kvjax.generation.documents import Document
 from kvjax.generation.fingerprints import Fingerprint
 from kvjax.generation.generate import read, size_to_read
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
-from kvjax.generation.new_caches import CacheSize, states_of_layers
-from kvjax.generation.observe import Observe, compress_layer, reads_alone
+from kvjax.generation.new_caches import CacheSize, LayerStates, states_of_layers
+from kvjax.generation.observe import Observe, compress_layer, decide_layer, reads_alone
 from kvjax.generation.prompt_checks import as_rows
 from kvjax.generation.turns import Start, first_turn
 from kvjax.protocol import KVTransform, Needs
@@ -148,11 +148,14 @@ def _compressed(
 ) -> tuple[Cache, ...]:
     """Compresses the readings of all layers; layers that are alike share compiled code."""
     states = compiler.run("the caches", states_of_layers, layers, size)
-    caches = [
-        compress_layer(
-            "the compression of a layer", transform, size, model.attention(layer), states[layer],
-            states[layer].all_heads, None, reading, compiler,
-        )
-        for layer, (transform, reading) in enumerate(zip(layers, readings, strict=True))
-    ]  # fmt: skip
+    caches = []
+    for layer, (transform, reading) in enumerate(zip(layers, readings, strict=True)):
+        attention, (parts, all_heads) = model.attention(layer), states[layer]
+        decided = decide_layer(transform, size, attention, all_heads, reading, compiler)
+        caches.append(
+            compiler.run(
+                "the compression of a layer", compress_layer, transform, size, attention,
+                LayerStates(parts), None, decided,
+            )
+        )  # fmt: skip
     return tuple(jax.block_until_ready(caches))

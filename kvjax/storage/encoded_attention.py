@@ -16,11 +16,12 @@ from kvjax.storage.recent import Recent
 from pallas_kernels.attention.call import beside_sinks, join_attention, stored_attention
 from pallas_kernels.attention.decode import attention_by_products
 from pallas_kernels.attention.forms import Rows, dense_rows
-from pallas_kernels.attention.rotation import Turn
 from pallas_kernels.attention.tpu_forms import reads
 from pallas_kernels.base.dispatch import choose_implementation
-from pallas_kernels.base.logits import Mask, Queries, Seen, products
+from pallas_kernels.base.logits import Mask, Queries, Seen
 from pallas_kernels.base.mixing import mix_rows
+from pallas_kernels.base.products import products
+from pallas_kernels.base.rotation import Turn
 from pallas_kernels.base.tiles import launch_of
 
 

@@ -17,7 +17,7 @@ from kvjax.compose.foreseen import foreseen, frees_while_decoding
 from kvjax.compose.wrappers import check_evicts
 from kvjax.decisions import Decision, Keep, Mark, Retain, carry_out
 from kvjax.protocol import Card, Moment, Needs, State, Step, Wrapper
-from kvjax.serialization import pytree_node
+from kvjax.serialization import named, pytree_node
 from kvjax.transforms.random import check_seed, layer_key, uniform
 from pallas_kernels.base.dispatch import GPU_KERNELS, choose_implementation
 
@@ -35,6 +35,7 @@ class CaMState(NamedTuple):
     base: State
 
 
+@named("cam")
 @dataclass(frozen=True)
 class CaM(Wrapper):
     """Adds the values of tokens that its base evicts to those of the next tokens that are kept.

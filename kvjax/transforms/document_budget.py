@@ -17,9 +17,19 @@ from kvjax.cache.record import Record
 from kvjax.cache.selection import evictable, keep_best, newest
 from kvjax.cache.slots import KVCache
 from kvjax.checks import check_count
-from kvjax.compose.walks import MethodHeads, map_methods
+from kvjax.compose.walks import map_methods
 from kvjax.decisions import Keep, Retain
-from kvjax.protocol import Card, Extent, KVTransform, Look, Needs, Probe, Step, check_transform
+from kvjax.protocol import (
+    Card,
+    Extent,
+    KVTransform,
+    Look,
+    MethodHeads,
+    Needs,
+    Probe,
+    Step,
+    check_transform,
+)
 from kvjax.serialization import pytree_node
 from kvjax.transforms.held_budget import PromptBudget
 
@@ -227,7 +237,7 @@ def _importance(
     return jnp.where(stays, STAYS, importance).astype(jnp.uint8)
 
 
-def with_room(transform: KVTransform, tokens: int) -> KVTransform:
+def with_room_at_most(transform: KVTransform, tokens: int) -> KVTransform:
     """Returns the composition in which the `room` of every method is at most so many tokens.
 
     Args:
@@ -239,17 +249,18 @@ def with_room(transform: KVTransform, tokens: int) -> KVTransform:
 
     Example:
       >>> import kvjax
-      >>> from kvjax.transforms.document_budget import with_room
-      >>> kvjax.unparse(with_room(kvjax.chain(kvjax.KVzip(0.2), kvjax.Quantize()), tokens=64))
+      >>> from kvjax.transforms.document_budget import with_room_at_most
+      >>> tx = kvjax.chain(kvjax.KVzip(0.2), kvjax.Quantize())
+      >>> kvjax.unparse(with_room_at_most(tx, tokens=64))
       'chain(kvzip(budget=0.2, room=64), quantize)'
     """
-    check_transform(transform, "with_room")
+    check_transform(transform, "with_room_at_most")
     check_count("tokens", tokens, 1)
-    return map_methods(_WithRoom(tokens), transform)
+    return map_methods(_AtMostRoom(tokens), transform)
 
 
 @dataclass(frozen=True)
-class _WithRoom:
+class _AtMostRoom:
     """Gives a method no more room than this; a function for `map_methods`."""
 
     tokens: int

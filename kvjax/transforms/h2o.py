@@ -10,9 +10,11 @@ from kvjax.cache.slots import KVCache
 from kvjax.checks import check_choice
 from kvjax.decisions import Keep
 from kvjax.protocol import Card, GroupReduce, Needs, Step, accumulated_attention
+from kvjax.serialization import named
 from kvjax.transforms.held_budget import Budgets, HeldBudget
 
 
+@named("h2o")
 @dataclass(frozen=True)
 class H2O(HeldBudget):
     """Keeps the newest tokens and those that have received the most attention so far.

@@ -15,6 +15,7 @@ from kvjax.cache.record import Record
 from kvjax.cache.slots import KVCache, sorted_slots
 from kvjax.checks import check_count, check_part
 from kvjax.protocol import Card, Chunk, Needs, Probe, Step
+from kvjax.serialization import named
 from kvjax.transforms.document_budget import DocumentBudget, relative_size
 from kvjax.transforms.kvzip.kvzip import KVzip
 from kvjax.transforms.pooling import check_kernel, pool
@@ -70,6 +71,7 @@ class _Pieces(NamedTuple):
     sink: Bool[Array, "N B H P"]
 
 
+@named("own_queries")
 @dataclass(frozen=True)
 class OwnQueries(DocumentBudget):
     """Keeps the document tokens that the document itself uses, and those that it would quote.

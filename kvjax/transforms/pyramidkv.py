@@ -13,11 +13,12 @@ from kvjax.budgets.layers import LayerBudget, layers_alike
 from kvjax.checks import MOST_COUNT
 from kvjax.messages import brief
 from kvjax.protocol import Card, GroupReduce, KVTransform
-from kvjax.serialization import static_value
+from kvjax.serialization import named, static_value
 from kvjax.transforms.pooling import Pooling
 from kvjax.transforms.snapkv import SnapKV
 
 
+@named("pyramidkv")
 @dataclass(frozen=True)
 class PyramidKV(KVTransform):
     """SnapKV with a budget per layer that falls linearly from the first layer to the last.

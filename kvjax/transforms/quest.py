@@ -16,7 +16,7 @@ from kvjax.cache.selection import newest
 from kvjax.cache.slots import NEG_INF, KVCache
 from kvjax.checks import check_count, check_flag
 from kvjax.protocol import Card, Step, View
-from kvjax.serialization import pytree_node
+from kvjax.serialization import named, pytree_node
 from kvjax.transforms.recall import Recall, of_lists
 from pallas_kernels import page_bounds, page_scores
 
@@ -39,6 +39,7 @@ class Pages:
     budget: Int[Array, " B"]
 
 
+@named("quest")
 @dataclass(frozen=True)
 class Quest(Recall):
     """Keeps everything, and attends to the pages whose keys may score highest.

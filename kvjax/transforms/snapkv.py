@@ -15,6 +15,7 @@ from kvjax.cache.slots import KVCache
 from kvjax.checks import check_choice, check_count
 from kvjax.decisions import Keep
 from kvjax.protocol import Card, GroupReduce, Needs, Step
+from kvjax.serialization import named
 from kvjax.transforms.held_budget import PromptBudget
 from kvjax.transforms.pooling import Pooling, check_kernel, pool
 from pallas_kernels import Queries, Seen, column_sums, prompt_attention
@@ -24,6 +25,7 @@ MOST_WINDOW = 2**16
 """Largest observation window: each of its queries attends over the whole prompt."""
 
 
+@named("snapkv")
 @dataclass(frozen=True)
 class SnapKV(PromptBudget):
     """Keeps the prompt tokens that the last prompt queries attend to, and those queries' own.

@@ -9,9 +9,11 @@ from kvjax.cache.slots import KVCache
 from kvjax.checks import check_count, check_flag
 from kvjax.decisions import Keep
 from kvjax.protocol import Card, Needs, Step
+from kvjax.serialization import named
 from kvjax.transforms.held_budget import Budgets, HeldBudget
 
 
+@named("streaming_llm")
 @dataclass(frozen=True)
 class StreamingLLM(HeldBudget):
     """Keeps the first `sinks` tokens and the newest `budget - sinks`.

@@ -20,9 +20,9 @@ from pallas_kernels.base.logits import (
     finite_or_zero,
     mask_products,
     or_one,
-    products,
 )
 from pallas_kernels.base.mixing import mix_rows
+from pallas_kernels.base.products import products
 from pallas_kernels.base.tiles import launch_of
 
 

@@ -21,7 +21,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention.forms import Part, Reader, Rows, split
-from pallas_kernels.attention.rotation import Turn, cos_sin_of_turns, fixed_point, turns_of
 from pallas_kernels.base import route
 from pallas_kernels.base.kernel_parts import dot, head_part, program_part, zero
 from pallas_kernels.base.logits import (
@@ -34,6 +33,7 @@ from pallas_kernels.base.logits import (
     or_one,
 )
 from pallas_kernels.base.mixing import as_weights, unscaled
+from pallas_kernels.base.rotation import Turn, cos_sin_of_turns, fixed_point, turns_of
 from pallas_kernels.base.tiles import Launch, power_of_two
 
 PARTS = 32  # parts that are joined at a time

@@ -27,9 +27,9 @@ from pallas_kernels.base.logits import (
     finite_or_zero,
     masked,
     or_one,
-    products,
 )
 from pallas_kernels.base.mixing import as_weights, unscaled
+from pallas_kernels.base.products import products
 from pallas_kernels.base.rows import block_of, counted_rows, entry_of, put_block
 from pallas_kernels.base.seen_blocks import hull, meets, sees_all
 from pallas_kernels.base.varying import varying

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from pallas_kernels.attention.forms import Rows, codebook_rows, dense_rows, quantized_rows
 from pallas_kernels.attention.kernel import split_attention
 from pallas_kernels.attention.prompt_kernel import attention_by_kernel, columns_by_kernel
-from pallas_kernels.attention.rotation import Turn
 from pallas_kernels.base.logits import Mask, Queries, Seen
+from pallas_kernels.base.rotation import Turn
 from pallas_kernels.base.tiles import Launch, Tile
 from pallas_kernels.formats.bits import Encoded
 from pallas_kernels.formats.codebook import References

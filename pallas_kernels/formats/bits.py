@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int8, UInt8
 
-from pallas_kernels.base.logits import Product
+from pallas_kernels.base.products import Product
 from pallas_kernels.base.rows import BLOCK, block_of, over_blocks
 from pallas_kernels.base.varying import varying
 
@@ -181,7 +181,7 @@ def quantized_logits(
       values, scale, low: from `quantise_slots` (low = None) or `quantise_groups`.
       axis: axis of the groups.
       product: takes the place of `q · k` where keys are rotated when they are read; see
-        `base.logits.Product`.
+        `base.products.Product`.
 
     Example:
       >>> import jax.numpy as jnp

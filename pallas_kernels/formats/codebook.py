@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, UInt
 
-from pallas_kernels.base.logits import Product, products
 from pallas_kernels.base.mixing import as_weights, unless_finite, unscaled
+from pallas_kernels.base.products import Product, products
 from pallas_kernels.base.rows import BLOCK, block_of, counted_rows, over_blocks, take_shared
 from pallas_kernels.base.varying import varying
 
@@ -53,7 +53,7 @@ def codebook_logits(
       index: the entry of each slot.
       magnitude: what a slot's entry is multiplied by; None: 1.
       product: takes the place of `q · k` where keys are rotated when they are read; see
-        `base.logits.Product`.
+        `base.products.Product`.
       channels: how many leading channels `product` rotates; it leaves the others as they are.
         None: all.
 

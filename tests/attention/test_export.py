@@ -20,8 +20,7 @@ import kvjax
 from kvjax.attention.layer import QueryWindow
 from kvjax.attention.prompt import begin
 from kvjax.devices import Placement, check_mesh
-from kvjax.registry import METHODS
-from kvjax.serialization import NODES, VALUES, from_json, to_json
+from kvjax.serialization import NODES, TRANSFORMS, VALUES, from_json, to_json
 from tests.attention.exported import programs, results
 from tests.compose.test_conformance import CASES, every_case, standard
 from tests.support.attending import SIZE, new_cache, parts
@@ -157,7 +156,7 @@ def test_what_no_program_can_name(monkeypatch):
         from_json({"value": "os.system", "fields": {}})
     with pytest.raises(ValueError, match=r"a mesh of the devices \[997\]"):
         from_json({"mesh": [{"data": 1}, [997]]})
-    monkeypatch.setitem(METHODS, "mine", Mine)
+    monkeypatch.setitem(TRANSFORMS, "mine", Mine)
     assert from_json(to_json(Mine(8))) == Mine(8)
 
 

@@ -19,6 +19,7 @@ from kvjax.cli.arguments import parser
 from kvjax.cli.situations import HEADINGS, methods_for
 from kvjax.cli.situations import page as page_of
 from kvjax.models import demo
+from tests.support.marks import some_slow
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -32,13 +33,8 @@ PUBLIC = ("kvjax", "kvjax.kit", "kvjax.testing", "kvjax.models", "kvjax.models.d
 pytestmark = pytest.mark.lenient  # users have JAX's own promotion
 
 
-def by_name(pages, slow=(), exhaustive=()):
-    def case(page):
-        marks = [pytest.mark.slow] * (page.stem in slow)
-        marks += [pytest.mark.exhaustive] * (page.stem in exhaustive)
-        return pytest.param(page, id=page.stem, marks=marks)
-
-    return pytest.mark.parametrize("page", [case(page) for page in pages])
+def name_of(page: Path) -> str:
+    return page.stem
 
 
 def run(page: Path) -> dict:
@@ -58,16 +54,22 @@ def own_folder(tmp_path, monkeypatch):
     jax.config.update("jax_compilation_cache_dir", cache)
 
 
-@by_name(METHODS, slow=["infinigen"])
+QUICK = [page for page in METHODS if page.stem != "infinigen"]
+
+
+@pytest.mark.parametrize("page", some_slow(METHODS, *QUICK), ids=name_of)
 def test_blocks_of_methods_run(page, own_folder):
     run(page)
 
 
 # Pages whose blocks compute for minutes.
-LONG = {"devices", "evaluation", "recall", "stored-forms"}
+LONG = [
+    DOCS / "guides" / f"{name}.md" for name in ("devices", "evaluation", "recall", "stored-forms")
+]
+COMPOSING = DOCS / "guides" / "composing.md"
 
 
-@by_name(GUIDES, slow={page.stem for page in GUIDES} - LONG - {"composing"}, exhaustive=LONG)
+@pytest.mark.parametrize("page", some_slow(GUIDES, COMPOSING, exhaustive=LONG), ids=name_of)
 def test_blocks_of_guides_run(page, own_folder):
     names = run(page)
     if page.stem == "getting-started":
@@ -78,7 +80,7 @@ def test_blocks_of_guides_run(page, own_folder):
         assert demo.document().answer in answers[0] and "730215" in answers[1]
 
 
-@by_name([*GUIDES, DOCS / "index.md"])
+@pytest.mark.parametrize("page", [*GUIDES, DOCS / "index.md"], ids=name_of)
 def test_what_does_not_run_can_be_read(page):
     for block in UNRUN.findall(page.read_text()):
         compile(block, str(page), "exec")

@@ -13,7 +13,7 @@ import pytest
 import kvjax
 from kvjax.attention.layer import layer_caches
 from kvjax.registry import METHODS
-from kvjax.serialization import from_json, to_json
+from kvjax.serialization import TRANSFORMS, from_json, to_json
 from tests.generation.test_generate import RAGGED, model
 from tests.generation.test_head_profiles import LOOKED_UP, SAMPLE, of_head
 from tests.references.repetition import repetition
@@ -94,6 +94,7 @@ def test_the_gate_is_saved_in_a_composition_and_found_by_its_path(names, tmp_pat
     """Under `by_head`, which learns from what the gate scores, and beside another that learns."""
     monkeypatch.setenv("KVJAX_CACHE", "off")
     monkeypatch.setitem(METHODS, "gate", names["Gate"])
+    monkeypatch.setitem(TRANSFORMS, "gate", names["Gate"])
     text = "chain(by_head(gate(budget=0.5)), infinigen(dense_layers=()))"
     tx = kvjax.calibrated(text, model(), RAGGED[:1])
     by_head, infinigen = tx.parts

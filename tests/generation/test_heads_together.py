@@ -46,7 +46,7 @@ TURNS = [[[7, 3, 9, 1, 4], None, [11, 2]], [[5, 9, 2], [8], [1, 6, 3, 3]], [None
 def programs() -> tuple[int, int, int]:
     return (
         prompt_pass._read_layer._cache_size(), observe.join_layer._cache_size(),
-        observe._compress._cache_size(),
+        observe.compress_layer._cache_size(),
     )  # fmt: skip
 
 

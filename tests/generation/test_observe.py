@@ -53,7 +53,7 @@ def read(transform, prompts=RAGGED, **options):
 
 
 def programs() -> tuple[int, int]:
-    return prompt_pass._read_layer._cache_size(), observe._compress._cache_size()
+    return prompt_pass._read_layer._cache_size(), observe.compress_layer._cache_size()
 
 
 @pytest.mark.slow
@@ -104,14 +104,14 @@ def test_no_layer_holds_what_it_has_read(monkeypatch):
     def count(counts: list[int]) -> None:
         counts.append(sum(x.shape == shape for x in jax.live_arrays()))
 
-    compress_layer = prompt_pass.compress_layer
+    decide_layer = prompt_pass.decide_layer
 
     def counted(*args):
         if isinstance(args[-1], Compiler):  # and not a `Tracer`
             count(before_compressing)
-        return compress_layer(*args)
+        return decide_layer(*args)
 
-    monkeypatch.setattr(prompt_pass, "compress_layer", counted)
+    monkeypatch.setattr(prompt_pass, "decide_layer", counted)
     start = sum(x.shape == shape for x in jax.live_arrays())
     read(LAYERED["pyramidkv"], on_layer=lambda layer: count(after_layers))
     assert before_compressing == [start + 2] * LAYERS  # keys and values of the layer at work

@@ -19,7 +19,7 @@ from kvjax.serialization import pytree_node, static_value
 from kvjax.storage.encoded_attention import EncodedPayload
 from pallas_kernels import codebook_logits, codebook_mix, greedy_cover, nearest_entries
 from pallas_kernels.attention.forms import Rows, codebook_rows
-from pallas_kernels.attention.rotation import Turn
+from pallas_kernels.base.rotation import Turn
 from pallas_kernels.base.varying import varying
 from pallas_kernels.formats.codebook import References
 from pallas_kernels.grouping.nearest_entries import directions

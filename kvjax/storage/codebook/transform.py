@@ -11,9 +11,11 @@ from kvjax.cache.slots import KVCache
 from kvjax.checks import check_count, check_flag, check_number
 from kvjax.compose.foreseen import frees_while_decoding, rewrites
 from kvjax.protocol import Card, Extent, KVTransform, Needs, Stage, State
+from kvjax.serialization import named
 from kvjax.storage.codebook.payload import Book, CodebookPayload
 
 
+@named("codebook")
 @dataclass(frozen=True)
 class Codebook(KVTransform):
     """Stores keys and values as references to a few directions, and their norms.

@@ -16,7 +16,7 @@ from kvjax.cache.payload import of_rows, take_slots
 from kvjax.cache.slots import KVCache
 from kvjax.checks import check_count
 from kvjax.protocol import Card, Extent, KVTransform, Stage, Step, View
-from kvjax.serialization import pytree_node
+from kvjax.serialization import named, pytree_node
 from kvjax.storage.offload.payload import HOST_MEMORY, Offloaded, memory_kinds, not_mapped
 from kvjax.storage.recent import places
 from pallas_kernels import host_rows
@@ -61,6 +61,7 @@ class Resident:
         )
 
 
+@named("offload")
 @dataclass(frozen=True)
 class Offload(KVTransform):
     """Keeps keys and values in host memory; a step fetches the selected rows that it lacks.

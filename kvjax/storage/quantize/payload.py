@@ -36,7 +36,7 @@ from pallas_kernels import (
     quantized_mix,
 )
 from pallas_kernels.attention.forms import Rows, quantized_rows
-from pallas_kernels.attention.rotation import Turn
+from pallas_kernels.base.rotation import Turn
 from pallas_kernels.formats.bits import Encoded
 
 Bits = Literal[8, 4, "float8"]

@@ -11,11 +11,13 @@ from kvjax.checks import check_choice, check_count
 from kvjax.compose.foreseen import frees_at_prompts_end, frees_while_decoding
 from kvjax.compose.ring import Ring
 from kvjax.protocol import Card, Extent, KVTransform, Stage, State
+from kvjax.serialization import named
 from kvjax.storage.quantize.payload import Axis, Bits, Form
 
 GROUP, RESIDUAL = 32, 128  # defaults of 4 bits, as in KIVI
 
 
+@named("quantize")
 @dataclass(frozen=True)
 class Quantize(KVTransform):
     """Stores keys and values in 8 or 4 bits, behind any method that evicts or merges.

@@ -21,7 +21,7 @@ from kvjax.calibration import Learner
 from kvjax.checks import check_count, check_layers, check_number, check_part
 from kvjax.decisions import Merge
 from kvjax.protocol import Card, Extent, Full, KVTransform, Needs, Step
-from kvjax.serialization import pytree_node
+from kvjax.serialization import named, pytree_node
 from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
 from pallas_kernels import segment_merge, soft_matching
 from pallas_kernels.base.varying import varying
@@ -55,6 +55,7 @@ class Clusters(NamedTuple):
     passes: Int[Array, "B H"]
 
 
+@named("chelsea")
 @dataclass(frozen=True)
 class Chelsea(Learner):
     """Merges tokens with similar keys into their mean, at the prompt's end and while decoding.

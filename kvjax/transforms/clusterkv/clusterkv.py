@@ -18,6 +18,7 @@ from kvjax.checks import check_choice, check_count
 from kvjax.decisions import Order
 from kvjax.devices import all_heads
 from kvjax.protocol import Card, Extent, Needs, Step, View
+from kvjax.serialization import named
 from kvjax.transforms.clusterkv.chunks import KMeansOptions, Metric, Points, cluster, cluster_chunks
 from kvjax.transforms.clusterkv.clusters import Clusters, where_heads
 from kvjax.transforms.clusterkv.recalled import GroupReduce, Ranking, recalled_slots
@@ -36,6 +37,7 @@ Counts = TypeVar("Counts", Array, np.ndarray)  # NumPy computes static bounds by
 Index = tuple[Clusters, Array]  # the index, and the random key of the layer's draws
 
 
+@named("clusterkv")
 @dataclass(frozen=True)
 class ClusterKV(Recall):
     """Keeps everything, and attends to the clusters of tokens with the highest `q · centroid`.

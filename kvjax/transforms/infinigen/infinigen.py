@@ -21,6 +21,7 @@ from kvjax.checks import check_number
 from kvjax.decisions import Mark
 from kvjax.devices import all_heads
 from kvjax.protocol import Card, KVTransform, Needs, Step, View
+from kvjax.serialization import named
 from kvjax.transforms.infinigen.projections import (
     InfiniGenCalibration,
     WithQueries,
@@ -33,6 +34,7 @@ PARTIAL_KEYS = "partial_keys"  # name of the column of partial keys, k P
 EXACT: dict[str, Any] = {"precision": jax.lax.Precision.HIGHEST}  # for products with partial keys
 
 
+@named("infinigen")
 @dataclass(frozen=True)
 class InfiniGen(Recall, Learner):
     """Keeps everything, and attends to the tokens whose attention scores are predicted to be high.

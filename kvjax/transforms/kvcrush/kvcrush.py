@@ -33,7 +33,7 @@ from kvjax.protocol import (
     accumulated_attention,
     is_bound,
 )
-from kvjax.serialization import pytree_node
+from kvjax.serialization import named, pytree_node
 from kvjax.transforms.kvcrush.base import check_share, split_budget
 from kvjax.transforms.kvcrush.representatives import (
     Anchor,
@@ -64,6 +64,7 @@ class KVCrushState(NamedTuple):
     base: State
 
 
+@named("kvcrush")
 @dataclass(frozen=True)
 class KVCrush(Wrapper):
     """Keeps, beside what its base keeps, a few of the tokens that the base evicts.

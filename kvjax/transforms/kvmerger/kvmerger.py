@@ -17,12 +17,14 @@ from kvjax.cache.slots import KVCache, slot_numbers, sorted_slots
 from kvjax.checks import check_choice, check_number
 from kvjax.decisions import Merge
 from kvjax.protocol import Card, Extent, Needs, Step
+from kvjax.serialization import named
 from kvjax.transforms.kvmerger.unmerged import Unmerged
 from kvjax.transforms.random import check_seed, layer_key, uniform
 from pallas_kernels import join_anchors, pair_cosine, pair_distance
 from pallas_kernels.grouping.cosine import above
 
 
+@named("kvmerger")
 @dataclass(frozen=True)
 class KVMerger(Unmerged):
     """Merges neighbours whose keys are similar, at the prompt's end.

@@ -17,6 +17,7 @@ from kvjax.cache.slots import KVCache
 from kvjax.checks import check_count, check_flag
 from kvjax.decisions import Keep, Retain
 from kvjax.protocol import Card, Needs, Step
+from kvjax.serialization import named
 from kvjax.transforms.document_budget import DocumentBudget, document_slots, relative_size
 from kvjax.transforms.kvzip.fit import fit
 from kvjax.transforms.kvzip.repetition import QuerySample, Repetition
@@ -29,6 +30,7 @@ from pallas_kernels.base.logits import visible_slots
 MOST_FITTED = 4
 
 
+@named("kvzip")
 @dataclass(frozen=True)
 class KVzip(DocumentBudget):
     """Keeps the document tokens that a repetition of the document attends to.

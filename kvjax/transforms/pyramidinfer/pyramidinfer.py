@@ -19,7 +19,7 @@ from kvjax.checks import check_count, check_number
 from kvjax.decisions import Keep, Mark, Retain, group_scores, over_heads
 from kvjax.devices import all_heads
 from kvjax.protocol import PASSED, Card, Extent, KVTransform, Needs, Step
-from kvjax.serialization import pytree_node, static_value
+from kvjax.serialization import named, pytree_node, static_value
 from kvjax.transforms.held_budget import PromptBudget
 from kvjax.transforms.pyramidinfer.schedule import CosineBudget, TokensEntering, generated_kept
 from kvjax.transforms.snapkv import by_query_head, window_attention
@@ -28,6 +28,7 @@ Tables = tuple[Table, Table]  # tokens that stay in a layer's cache, and tokens 
 OBSERVED = "observed"  # column of the attention that generated tokens have received so far
 
 
+@named("pyramidinfer")
 @dataclass(frozen=True)
 class PyramidInfer(KVTransform):
     """Keeps the prompt tokens that the newest fifth of the prompt attends to, fewer in each layer.

@@ -12,12 +12,13 @@ from kvjax.cache.slots import KVCache
 from kvjax.checks import check_count, check_flag, check_number
 from kvjax.decisions import Keep
 from kvjax.protocol import Card, KVTransform, Needs, Step
-from kvjax.serialization import static_value
+from kvjax.serialization import named, static_value
 from kvjax.transforms.held_budget import PromptBudget
 from kvjax.transforms.snapkv import MOST_WINDOW, by_query_head, window_attention
 from kvjax.transforms.spindlekv.schedule import SpindleBudget
 
 
+@named("layer_budget")
 @dataclass(frozen=True)
 class LayerBudgetEviction(KVTransform):
     """Keeps the newest tokens of a prompt and those that they attend to, fewer in each layer.

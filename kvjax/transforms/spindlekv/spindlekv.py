@@ -7,10 +7,12 @@ from typing import ClassVar
 
 from kvjax.compose.chain import chain
 from kvjax.protocol import Card, KVTransform, Stage
+from kvjax.serialization import named
 from kvjax.storage.codebook.transform import Codebook
 from kvjax.transforms.spindlekv.layer_budget_eviction import LayerBudgetEviction
 
 
+@named("spindlekv")
 @dataclass(frozen=True)
 class SpindleKV(KVTransform):
     """Evicts tokens in deep layers, and stores similar vectors of shallow layers once.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.base.logits import products
+from pallas_kernels.base.products import products
 from pallas_kernels.base.rows import block_of
 
 # Least-squares polynomials over |r| <= 1/4 at Chebyshev points, exact within 2e-7 in float32:
@@ -100,7 +100,7 @@ def rotate_pairs(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from pallas_kernels.attention.rotation import rotate_pairs
+      >>> from pallas_kernels.base.rotation import rotate_pairs
       >>> x, ones = jnp.array([[[[1.0, 2.0, 3.0]]]]), jnp.ones((1, 1, 1, 1))
       >>> rotate_pairs(x, 0 * ones, ones, interleaved=False).tolist()
       [[[[-2.0, 1.0, 3.0]]]]
@@ -131,7 +131,7 @@ def fixed_point(inv_freq: Float[Array, "#B R"]) -> Int[Array, "#B R"]:
     Example:
       >>> import math
       >>> import jax.numpy as jnp
-      >>> from pallas_kernels.attention.rotation import fixed_point
+      >>> from pallas_kernels.base.rotation import fixed_point
       >>> fixed_point(jnp.array([[2 * math.pi / 2**20]])).tolist()  # not exactly so in float32
       [[4096]]
     """
