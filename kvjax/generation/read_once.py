@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 from jax.typing import DTypeLike
@@ -33,9 +34,9 @@ class ReadOnce:
     Methods that differ only in what they do when a prompt has been read share the prompt pass. Each
     layer keeps the full prompt's keys and values, and what the methods need of its attention: the
     sums of probabilities (H2O, CaM), the last queries (SnapKV, PyramidKV, ...), or the record of a
-    probe (KVzip). Two cases need a prompt pass for each method: a method
-    that changes the pass (PyramidInfer without a budget drops hidden states), and a model on a
-    mesh.
+    probe (KVzip). Methods whose probes do not go together share a pass with those of their probe
+    alone. Two cases need a prompt pass for each method: a method that changes the pass
+    (PyramidInfer without a budget drops hidden states), and a model on a mesh.
 
     Args:
       model, prompts, max_prompt, max_new, max_length, dtype, buckets, on_layer, on_compile,
@@ -89,16 +90,15 @@ class ReadOnce:
             self._model, prompts, methods, max_prompt, max_new, max_length, dtype, buckets
         )
         self._compiler = Compiler(on_compile, on_layer)
-        self._observed: Context | None = None
-        needs = [self._needs(tx) for tx in methods if not self._reads_alone(tx)]
-        if needs:
-            observe = Observe(functools.reduce(Needs.union, needs))
+        self._observed: list[Context] = []
+        for needs in _together(self._needs(tx) for tx in methods if not self._reads_alone(tx)):
+            observe = Observe(needs)
             size = self._size._replace(max_new=0)  # nothing is written into the observed caches
             layers = (observe,) * self._model.num_layers
             start = Start(observe, layers, size, widths)
             observed = first_turn(self._model, prompts, start, self._compiler, document, last=False)
             fingerprint = Fingerprint.of(self._model)
-            self._observed = dataclasses.replace(observed, fingerprint=fingerprint)
+            self._observed.append(dataclasses.replace(observed, fingerprint=fingerprint))
 
     @automatic()
     def context(self, transform: KVTransform | str) -> Context:
@@ -114,9 +114,9 @@ class ReadOnce:
         if self._reads_alone(transform):
             return read(self._model, self._prompts, transform=transform, **self._options)
         needs = self._needs(transform)
-        observed = self._observed
-        # A union that adds nothing: the method's needs are among those that were observed.
-        if observed is None or observed.transform.wanted.union(needs) != observed.transform.wanted:  # pyright: ignore[reportAttributeAccessIssue]
+        serving = (each for each in self._observed if _serves(each.transform.wanted, needs))  # pyright: ignore[reportAttributeAccessIssue]
+        observed = next(serving, None)
+        if observed is None:
             raise ValueError(f"{transform!r} needs more of the prompt than was observed: name it")
         layers = self._bind(transform)
         without_caches = dataclasses.replace(
@@ -137,6 +137,24 @@ class ReadOnce:
     def _reads_alone(self, transform: KVTransform) -> bool:
         """Returns whether a method needs a prompt pass of its own: see the class."""
         return any(reads_alone(layer, self._size) for layer in self._bind(transform))
+
+
+def _together(every: Iterable[Needs]) -> list[Needs]:
+    """Returns the unions of needs whose probes go together, in the order in which they come."""
+    unions: list[Needs] = []
+    for needs in every:
+        for number, union in enumerate(unions):
+            with contextlib.suppress(ValueError):  # their probes do not go together
+                unions[number] = union.union(needs)
+                break
+        else:
+            unions.append(needs)
+    return unions
+
+
+def _serves(wanted: Needs, needs: Needs) -> bool:
+    """Tells whether a reading that has noted what is wanted has all that these needs ask for."""
+    return _together((wanted, needs)) == [wanted]
 
 
 def _compressed(

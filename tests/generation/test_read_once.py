@@ -27,6 +27,7 @@ MORE = {
     "cam of h2o": "cam(h2o)",
     "outlier heads": None,
     "kvzip with fit": "kvzip(fit=True)",
+    "another probe": "own_queries(piece=16)",
 }
 
 
@@ -38,7 +39,7 @@ def made(name: str) -> kvjax.KVTransform:
 
 
 NAMES = [*TRANSFORMS, *MORE]
-FAST = "snapkv", "h2o"
+FAST = "snapkv", "h2o", "another probe"
 
 
 def equal(one: kvjax.Context, other: kvjax.Context, kind: str = "accumulated") -> None:
