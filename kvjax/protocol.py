@@ -108,7 +108,8 @@ class Extent:
       limit: most live slots at any time while decoding, the newest token included; None: whatever
         `prompt + new` allows.
       longest: most prompt tokens of a row; None: `prompt`, where nothing has compressed yet.
-      later: slots of `prompt` that the longest prompt leaves free, for prompts that come later.
+      later: slots of `prompt` that the longest prompt leaves free, for prompts that come later; a
+        turn that is not a document and has more tokens is refused. None: none are set apart.
       pinned: most pinned slots, which stand outside the budget of every evictor.
       interval: M, decode steps after which something is done with the new tokens (`on_flush`, and
         the encoding of payloads); None: nothing is.
@@ -126,7 +127,7 @@ class Extent:
     new: int
     limit: int | None = None
     longest: int | None = None
-    later: int = 0
+    later: int | None = None
     pinned: int = 0
     interval: int | None = None
     passed: int | None = None
@@ -156,18 +157,19 @@ class Extent:
     @property
     def kept(self) -> int:
         """Most live slots when a prompt that comes alone is complete."""
-        return min(self.prompt - self.later, self.total)
+        return min(self.prompt - (self.later or 0), self.total)
 
-    def keep(self, slots: int, later: int = 0) -> Extent:
+    def keep(self, slots: int, later: int | None = None) -> Extent:
         """At most `slots` remain of a prompt, and the pinned ones; all go to the next layer.
 
         Args:
           later: slots beside them for prompts that come later.
         """
         alone = min(self.prompt, slots + self.pinned)
-        kept = min(self.prompt, alone + later)
+        kept = min(self.prompt, alone + (later or 0))
+        later = None if later is None else kept - alone
         return dataclasses.replace(
-            self, prompt=kept, longest=self.longest_prompt, later=kept - alone, passed=None
+            self, prompt=kept, longest=self.longest_prompt, later=later, passed=None
         )
 
     def every(self, steps: int) -> Extent:
@@ -612,14 +614,6 @@ class KVTransform:
                     f"{cls.__name__} has a field {name!r}, which is a member of "
                     f"{cls.__bases__[0].__name__}: name it otherwise"
                 )
-
-    @property
-    def longest_turn(self) -> int | None:
-        """Most tokens of a further turn that fit into the cache, if it is not repeated; None: all.
-
-        A longer one is refused before anything is computed.
-        """
-        return None
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
         """Returns the transform of one layer: layer budgets and dense layers live here."""

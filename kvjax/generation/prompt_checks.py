@@ -18,9 +18,11 @@ from kvjax.generation.documents import Document, probe_of
 from kvjax.generation.fingerprints import Fingerprint, differences
 from kvjax.generation.model import FunctionalModel
 from kvjax.messages import brief
-from kvjax.protocol import KVTransform
+from kvjax.protocol import Extent, KVTransform
 
 _END_TOKENS = 8  # end tokens are padded to a multiple of it, so that few numbers are compiled
+# Of a cache that is never made, with far more slots than documents take.
+_ROOMY = Extent(prompt=2**20, new=0, longest=2**10)
 
 Rows = Sequence[Sequence[int] | None]  # token ids of each row; None: the row takes no part
 
@@ -160,10 +162,12 @@ def longest_turn(layers: Iterable[KVTransform]) -> tuple[int, KVTransform] | Non
       layers: one transform per layer.
 
     Returns:
-      The least `longest_turn` of all methods; None: no method has one.
+      The fewest slots that a method sets apart for it; None: no method does.
     """
-    parts = (part for layer in dict.fromkeys(layers) for part in walk(layer))
-    limited = ((part.longest_turn, part) for part in parts if part.longest_turn is not None)
+    parts = [part for layer in dict.fromkeys(layers) for part in walk(layer)]
+    # Of a method and what is around it, the method comes last.
+    apart = ((part.extent(_ROOMY).later, part) for part in reversed(parts))
+    limited = ((later, part) for later, part in apart if later is not None)
     return min(limited, key=operator.itemgetter(0), default=None)
 
 

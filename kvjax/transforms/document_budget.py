@@ -138,11 +138,6 @@ class DocumentBudget(PromptBudget):
         documents = most_slots(self.budget, extent.longest_prompt, self.minimum)
         return extent.keep(documents, later=self.room)
 
-    @property
-    def longest_turn(self) -> int:
-        """Tokens of a turn that is not a document find `room` slots."""
-        return self.room
-
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Any]:
         """Adds the column that marks tokens of documents, and makes the table of budgets."""
         unmarked = jnp.zeros(cache.shape, jnp.uint8)
