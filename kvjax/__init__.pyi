@@ -6,6 +6,7 @@
 from . import kit as kit
 from . import testing as testing
 from .attention.attend import attend as attend
+from .attention.attend import begin_document as begin_document
 from .attention.flush import flush as flush
 from .attention.flush import flush_interval as flush_interval
 from .attention.init_cache import init_cache as init_cache

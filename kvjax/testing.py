@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kvjax.attention.attend import attend
+from kvjax.attention.attend import attend, begin_document
 from kvjax.attention.flush import flush, flush_interval
 from kvjax.attention.init_cache import init_cache
-from kvjax.attention.layer import Cache, LayerCache, layer_caches
+from kvjax.attention.layer import Cache, LayerCache, Reading, layer_caches
 from kvjax.cache.rope import Rope
 from kvjax.compose.bind import bind
 from kvjax.compose.chain import parts_of
@@ -172,10 +172,14 @@ class _Case:
     ) -> tuple[np.ndarray, Cache]:
         """Returns the outputs of a prompt, and the cache after it.
 
-        Some tokens look at the prompt for methods with a probe, as at a document.
+        For methods with a probe it is a document, and some tokens look at it.
         """
         attend = functools.partial(self.attend, self.transform, rope=self.rope)
-        looks = last and any(tx.needs.probe for tx in by_head_groups(self.transform))
+        is_document = any(tx.needs.probe for tx in by_head_groups(self.transform))
+        begun = any(isinstance(part, Reading) for part in layer_caches(cache))
+        if is_document and not begun:
+            cache = begin_document(cache)
+        looks = last and is_document
         ends = last and not looks
         out, cache = attend(cache, *self.tokens(positions), phase="prompt", last=ends)
         if looks:

@@ -39,7 +39,7 @@ from kvjax.compose.chain import parts_of
 from kvjax.compose.foreseen import frees_while_decoding
 from kvjax.compose.wrappers import HeadGroups, by_head_groups
 from kvjax.devices import explicit_mesh, in_automatic_mode
-from kvjax.protocol import AttentionOptions, Inputs, KVTransform, Phase, check_transform
+from kvjax.protocol import AttentionOptions, Inputs, KVTransform, Phase, Probe, check_transform
 from pallas_kernels.base.varying import varying
 
 
@@ -215,7 +215,33 @@ def _attend_placed(
 
 
 def begin_document(cache: Cache) -> Cache:
-    """Begins a document, as `attend` begins any prompt with its first tokens."""
+    """Begins a document, as `attend` begins any prompt with its first tokens.
+
+    Methods that note a document while it is read (`kvjax.kit.Probe.read`) know from this call that
+    a prompt is one. Methods that only look at it afterwards, such as KVzip, do without.
+
+    Args:
+      cache: of a layer, from `init_cache` or from `attend` after a whole prompt. Donate it.
+
+    Returns:
+      A reading, which `attend` takes with the document's first tokens in the place of the cache.
+
+    Raises:
+      TypeError: `cache` is none.
+      ValueError: `attend` has read tokens of the prompt already.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> tx = kvjax.OwnQueries(budget=8)
+      >>> cache = kvjax.init_cache(tx, batch=1, kv_heads=2, head_dim=16, max_prompt=32, max_new=4)
+      >>> x, cache = jnp.ones((1, 2, 32, 16)), kvjax.begin_document(cache)
+      >>> _, cache = kvjax.attend(tx, cache, x, x, x, jnp.arange(32)[None], phase="prompt")
+      >>> int(cache.kv.live[0, 0].sum())
+      8
+    """
+    check_layer_cache(cache, "begin_document")
+    if any(isinstance(part, Reading) and part.phase for part in layer_caches(cache)):
+        raise ValueError("a document begins before its first tokens, which have been read already")
     return _on_each_part(functools.partial(begin, document=True), cache)
 
 
@@ -400,4 +426,10 @@ def _check_probe(transform: KVTransform, cache: LayerCache | Reading) -> None:
         raise ValueError(
             "tokens look at a prompt that is not complete: give the prompt's last chunk with "
             "last=False, got phase='probe' without one"
+        )
+    probe = transform.needs.probe
+    if cache.record is None and probe is not None and type(probe).read is not Probe.read:
+        raise ValueError(
+            f"{transform!r} notes documents while they are read: begin the prompt with "
+            "kvjax.begin_document(cache), got phase='probe' behind a prompt without it"
         )

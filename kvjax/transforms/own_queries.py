@@ -167,7 +167,7 @@ class OwnQueries(DocumentBudget):
         sinks = sorted_slots(is_sink, cache.position)[..., : self.sinks]
         sink_keys = take_slots(step.keys, sinks).astype(jnp.float32)
         sink_there = take_slots(is_sink, sinks)[:, :, None, None]
-        so_far = jnp.tril(jnp.ones((self.piece, self.piece), bool))
+        so_far = jnp.tril(jnp.ones((1, 1, 1, self.piece, self.piece), bool))
 
         def of_piece(piece: _Pieces) -> Float[Array, "B H P"]:
             asked = (piece.there & ~piece.sink)[:, :, None, None]

@@ -28,6 +28,11 @@ from tests.support.attending import (
 )
 
 
+def document(read, cache, *new, **options):
+    """Reads the document that begins with these tokens."""
+    return read(kvjax.begin_document(cache), *new, **options)
+
+
 def programs(transform: KVTransform, cache, batch=3) -> dict[str, jax.export.Exported]:
     """A prompt, what looks at it if the method has a probe, a step, and a flush if there is one.
 
@@ -41,6 +46,8 @@ def programs(transform: KVTransform, cache, batch=3) -> dict[str, jax.export.Exp
     for phase, width in (("prompt", WIDTH), *looking, ("decode", 1)):
         last = phase != "prompt" or not looking
         call = functools.partial(kvjax.attend, transform, phase=phase, last=last)
+        if not last:
+            call = functools.partial(document, call)
         given = jax.eval_shape(lambda width=width: tokens().at(right([0] * 3, LENGTHS, width)))
         given = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in given]
         made[phase] = jax.export.export(jax.jit(call))(cache, *given, rope=rope)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,10 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.attention import prompt as prompt_module
+from kvjax.cache.record import Record
+from kvjax.kit import DocumentBudget, Needs, Probe
+from tests.references.attention import softmax_attention
 from tests.references.repetition import repetition
 from tests.support.tolerances import close
 
@@ -142,3 +148,105 @@ def test_what_is_refused(attend, call, message):
     new, at = tokens_of(np.random.default_rng(4), PROMPT), positions_of(LENGTHS, PROMPT)
     with pytest.raises(ValueError, match=message):
         call(functools.partial(attend), new, at)
+
+
+@dataclass(frozen=True)
+class Sums(Probe):
+    """Adds up the attention that a document pays, by query head."""
+
+    received: ClassVar[bool] = True
+
+    def empty(self, cache):
+        return Record(slots={"sums": jnp.zeros((*cache.shape, cache.group), jnp.float32)})
+
+    def read(self, record, chunk):
+        new = jnp.moveaxis(chunk.received, 2, 3)
+        return Record(slots={"sums": record.slots["sums"] + new})
+
+
+@dataclass(frozen=True)
+class Asks(DocumentBudget):
+    """Has a probe that notes what slots receive."""
+
+    needs = property(lambda self: Needs(probe=Sums()))
+
+    def scores(self, cache, state, step, document):
+        return step.record.slots["sums"].mean(-1)
+
+
+@dataclass(frozen=True)
+class Positions(Probe):
+    """Reads documents, and asks for no sums."""
+
+    def read(self, record, chunk):
+        assert chunk.received is None
+        return record
+
+
+@dataclass(frozen=True)
+class AsksNothing(Asks):
+    """Has a probe that does without."""
+
+    needs = property(lambda self: Needs(probe=Positions()))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 12}, {"soft_cap": 2.0, "scale": 0.7}, {"sinks": True}], ids=str
+)
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_what_a_chunks_slots_received(attend, options, chunks):
+    """Sums over the queries of all chunks are those of the whole document's attention."""
+    rng, tx, options = np.random.default_rng(5), Asks(20), dict(options)
+    q, k, v = tokens_of(rng, PROMPT)
+    at, logits = positions_of(LENGTHS, PROMPT), None
+    extra = {}
+    if options.pop("sinks", False):
+        logits = rng.normal(size=KV_HEADS * GROUP)
+        extra = {"sinks": jnp.asarray(logits, jnp.float32)}
+    reading = kvjax.begin_document(cache_of(tx, **options))
+    for part in np.split(np.arange(PROMPT), chunks):
+        new = (x[:, :, part] for x in (q, k, v))
+        _, reading = attend(tx, reading, *new, at[:, part], phase="prompt", last=False, **extra)
+    for row, length in enumerate(LENGTHS):
+        for head in range(KV_HEADS):
+            group = slice(head * GROUP, (head + 1) * GROUP)
+            _, p = softmax_attention(
+                q[row, group], k[row, head], v[row, head], at[row], at[row],
+                **options, sinks=None if logits is None else logits[group],
+            )  # fmt: skip
+            place = np.asarray(reading.kv.position[row, head])
+            live = place >= 0
+            sums = np.zeros((PROMPT, GROUP))
+            sums[place[live]] = np.asarray(reading.record.slots["sums"][row, head])[live]
+            close(sums[:length], p.sum(1).T[:length])
+
+
+@pytest.mark.parametrize(("tx", "calls"), [(Asks(20), 1), (AsksNothing(20), 0)], ids=str)
+def test_sums_are_made_for_documents_and_probes_that_ask(monkeypatch, tx, calls):
+    made = []
+    computed = prompt_module.prompt_attention_and_sums
+    monkeypatch.setattr(
+        prompt_module, "prompt_attention_and_sums",
+        lambda *args, **options: made.append(0) or computed(*args, **options),
+    )  # fmt: skip
+    new, at = tokens_of(np.random.default_rng(6), PROMPT), positions_of(LENGTHS, PROMPT)
+
+    def reads(begin):
+        made.clear()
+        jax.eval_shape(lambda: kvjax.attend(tx, begin(cache_of(tx)), *new, at, phase="prompt")[0])
+        return len(made)
+
+    assert reads(kvjax.begin_document) == calls
+    assert reads(lambda cache: cache) == 0
+
+
+def test_a_document_begins_before_its_first_tokens(attend):
+    tx, new = Asks(20), tokens_of(np.random.default_rng(7), PROMPT)
+    at = positions_of(LENGTHS, PROMPT)
+    _, reading = attend(tx, cache_of(tx), *new, at, phase="prompt", last=False)
+    with pytest.raises(ValueError, match="before its first tokens"):
+        kvjax.begin_document(reading)
+    with pytest.raises(ValueError, match=r"notes documents while.*kvjax.begin_document\(cache\)"):
+        attend(tx, reading, *new, at, phase="probe")
+    with pytest.raises(TypeError, match="begin_document"):
+        kvjax.begin_document(None)

@@ -22,6 +22,7 @@ from kvjax.models import random_decoder
 from kvjax.registry import METHODS
 from tests.generation.test_generate import CONFIG, RAGGED, generate, model
 from tests.references import head_shares
+from tests.references.own_queries import OwnQueries
 from tests.references.repetition import repetition
 from tests.references.snapkv import SnapKV, pool
 from tests.support.defaults import change_default
@@ -76,13 +77,21 @@ def kvzip_score(text, layer, head) -> np.ndarray:
     return pool(score * size / np.median(size), 3, "avg")
 
 
+def quoted_score(text, layer, head) -> np.ndarray:
+    reference = OwnQueries(len(text), use=0, piece=16)
+    reference.begin_prompt()
+    reference.read(*of_head(text, layer, head), np.arange(len(text)))
+    return reference.scores()
+
+
 @pytest.mark.parametrize(
     ("method", "score"),
     [
         (kvjax.SnapKV(0.5, window=8, kernel=3), snapkv_score),
         (kvjax.KVzip(0.5), kvzip_score),
+        (kvjax.OwnQueries(0.5, use=0.5, piece=16), quoted_score),
     ],
-    ids=["snapkv", "kvzip"],
+    ids=["snapkv", "kvzip", "own_queries"],
 )
 def test_it_is_made_of_the_references_scores(method, score):
     """Shares differ by a token at most, where rounding decides which side of a threshold it is."""
@@ -95,6 +104,17 @@ def test_it_is_made_of_the_references_scores(method, score):
         expected = head_shares.shares(scores, budget)
         np.testing.assert_allclose(shares(profile.table, budget), expected, atol=1.01 / 41)
         assert np.ptp(expected) > 0.02
+
+
+def test_a_profile_is_made_with_the_arguments_that_the_card_says():
+    """A few heads use all of a text a little, and would take the budget of those that quote."""
+    made = [
+        kvjax.calibrated(ByHead(kvjax.OwnQueries(0.5, use=use, piece=16)), LOOKED_UP, SAMPLE)
+        for use in (0.0, 0.5, 1.0)
+    ]
+    assert made[0].profile == made[1].profile == made[2].profile
+    other = kvjax.calibrated(ByHead(kvjax.OwnQueries(0.5, kernel=1, piece=16)), LOOKED_UP, SAMPLE)
+    assert other.profile != made[0].profile
 
 
 def test_layers_with_a_window_get_the_mean_of_the_others():

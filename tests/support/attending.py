@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.attention.layer import layer_caches
+from kvjax.attention.layer import Reading, layer_caches
 from kvjax.compose.wrappers import by_head_groups
 from kvjax.storage.quantize.payload import Quantized
 from tests.references.attention import softmax_attention
@@ -23,6 +23,7 @@ INV_FREQ = 1.0 / 100.0 ** (np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
 GARBAGE = 1e4  # what stands in padding: it must not reach anything
 
 STATIC = ("phase", "last", "scale", "window", "soft_cap", "implementation")
+begin_document = jax.jit(kvjax.begin_document)
 attend = jax.jit(kvjax.attend, static_argnums=0, static_argnames=STATIC)
 OPTIONS = ("scale", "window", "soft_cap")  # of an attention: `init_cache` and `attend` take them
 SIZES = ("batch", "kv_heads", "query_heads", "head_dim", "max_prompt", "max_new", "dtype", "layer")
@@ -115,8 +116,10 @@ LOOKING = 6  # tokens that look at a prompt for methods with a probe
 
 
 def prompt(transform, cache, tokens: Tokens, positions, last=True, dtype=jnp.float32, **options):
-    """A chunk of a prompt, at which some tokens look if a method has a probe."""
+    """A chunk of a prompt, which is a document that some tokens look at if a method has a probe."""
     looks = last and has_probe(transform)
+    if has_probe(transform) and not isinstance(layer_caches(cache)[0], Reading):
+        cache = begin_document(cache)
     options.setdefault("rope", the_rope())
     out, cache = attend(
         transform, cache, *tokens.at(positions, dtype), phase="prompt", last=last and not looks,
@@ -196,7 +199,8 @@ def shapes_of_run(transform, tokens: Tokens, positions, dtype=jnp.float32, **siz
         empty = new_cache(transform, len(positions), dtype=dtype, **sizes)
         looks = has_probe(transform)
         new = tokens.at(positions, dtype)
-        prompt_out, cache = step(empty, *new, phase="prompt", last=not looks)
+        begun = kvjax.begin_document(empty) if looks else empty
+        prompt_out, cache = step(begun, *new, phase="prompt", last=not looks)
         if looks:
             _, cache = step(cache, *tokens.at(now, dtype), phase="probe")
         out, after = step(cache, *tokens.at(now, dtype), phase="decode")
