@@ -20,7 +20,7 @@ from tests.support.small_comparisons import TEXT
 from tests.support.squad_files import article, write
 from tests.support.tolerances import close
 
-GRID = {"tasks": ["squad"], "lengths": [400], "cases": 4, "max_new": 1}
+GRID = {"tasks": ["squad"], "lengths": [280], "cases": 4, "max_new": 1}
 METHODS = {"methods": ["streaming_llm", "h2o"], "budgets": [0.2, 1.0]}
 
 
@@ -44,7 +44,7 @@ def test_losses_are_those_of_answers_after_documents(folder, data, monkeypatch):
     results = compare(model, tokenizer, TEXT, data=data, **GRID, **METHODS)
     assert sorted(read) == [2, 4]
     material = Material(Grid.of(**GRID), tokenizer, TEXT, data)
-    cases = material.task("squad", 400).cases
+    cases = material.task("squad", 280).cases
     assert [case.details["passage"] for case in cases] == [0, 0, 1, 1]
     answers = [case.details["answer_tokens"] for case in cases]
     assert min(map(len, answers)) > 1, "max_new is no limit of an answer that is given"
@@ -56,7 +56,7 @@ def test_losses_are_those_of_answers_after_documents(folder, data, monkeypatch):
     first = [kvjax.read(model, [case.context[:4] + case.question], max_new=16) for case in cases]
     nothing = [answer_nll(model, x, [y])[0] for x, y in zip(first, answers, strict=True)]
     documents = [kvjax.read(
-        model, [case.context], transform="h2o(budget=0.2)", max_prompt=448, max_new=64
+        model, [case.context], transform="h2o(budget=0.2)", max_prompt=320, max_new=64
     ) for case in cases]  # fmt: skip
     for number, case in enumerate(cases):
         loss = answer_nll(model, documents[number], [answers[number]], [case.question])[0]
