@@ -20,8 +20,8 @@ from tests.support.small_comparisons import TEXT
 from tests.support.squad_files import article, write
 from tests.support.tolerances import close
 
-GRID = {"tasks": ["squad"], "lengths": [400], "cases": 4, "max_new": 1}
-METHODS = {"methods": ["streaming_llm", "h2o"], "budgets": [0.2, 1.0]}
+GRID = {"tasks": ["squad"], "lengths": [280], "cases": 4, "max_new": 1}
+METHODS = {"methods": ["snapkv", "h2o"], "budgets": [0.2, 1.0]}
 
 
 @pytest.fixture
@@ -44,19 +44,19 @@ def test_losses_are_those_of_answers_after_documents(folder, data, monkeypatch):
     results = compare(model, tokenizer, TEXT, data=data, **GRID, **METHODS)
     assert sorted(read) == [2, 4]
     material = Material(Grid.of(**GRID), tokenizer, TEXT, data)
-    cases = material.task("squad", 400).cases
+    cases = material.task("squad", 280).cases
     assert [case.details["passage"] for case in cases] == [0, 0, 1, 1]
     answers = [case.details["answer_tokens"] for case in cases]
     assert min(map(len, answers)) > 1, "max_new is no limit of an answer that is given"
     records = {(c.question, c.method, c.budget): r for c, r in results.records.items()}
     expected = answer_nll(model, kvjax.read(model, [x.prompt for x in cases], max_new=16), answers)
     for question in ("inside", "after"):
-        for one in (("full", None), ("streaming_llm", 1.0)):
-            close(np.array(records[question, *one]["scores"]), expected, atol=1e-5)
+        for one in (("full", None), ("snapkv", 1.0)):
+            close(np.array(records[question, *one]["scores"]), expected)
     first = [kvjax.read(model, [case.context[:4] + case.question], max_new=16) for case in cases]
     nothing = [answer_nll(model, x, [y])[0] for x, y in zip(first, answers, strict=True)]
     documents = [kvjax.read(
-        model, [case.context], transform="h2o(budget=0.2)", max_prompt=448, max_new=64
+        model, [case.context], transform="h2o(budget=0.2)", max_prompt=320, max_new=64
     ) for case in cases]  # fmt: skip
     for number, case in enumerate(cases):
         loss = answer_nll(model, documents[number], [answers[number]], [case.question])[0]
@@ -142,16 +142,15 @@ def test_how_losses_are_shown():
 
 @pytest.mark.slow
 def test_a_real_model_answers_with_the_passage(data_dir):
-    """SmolLM2 finds right answers likelier with a document, and with half of it than without."""
+    """SmolLM2 finds right answers likelier with a document than without."""
     given = os.environ.get("KVJAX_SMOLLM2")
     if not given or not Path(given).is_dir():
         pytest.skip("no SmolLM2-135M-Instruct: set KVJAX_SMOLLM2 to its folder")
     results = compare(
-        from_pretrained(given), load_tokenizer(given), TEXT, methods=["streaming_llm"],
-        budgets=[0.5], tasks=["squad"], lengths=[700], questions=["after"], cases=2,
+        from_pretrained(given), load_tokenizer(given), TEXT, methods=["full"],
+        tasks=["squad"], lengths=[700], questions=["after"], cases=2,
         data=data_dir / "squad" / "dev-v2.0-part.json",
     )  # fmt: skip
-    full, half = results.rows()
+    (full,) = results.rows()
     assert full.recovery[:3] == (1.0, 1.0, 1.0) and full.score.cases == 2
     assert full.score.mean < full.nothing - 0.3
-    assert half.recovery.mean < 1
