@@ -36,6 +36,7 @@ from .protocol import KVTransform as KVTransform
 from .registry import parse as parse
 from .registry import register as register
 from .registry import unparse as unparse
+from .transforms.smallest import smallest as smallest
 
 __version__: str
 

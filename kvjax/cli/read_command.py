@@ -22,6 +22,7 @@ from kvjax.messages import brief
 from kvjax.protocol import Stage
 from kvjax.transforms.document_budget import with_room_at_most
 
+_METHOD = "quantize"
 _MAX_QUESTIONS = 256  # tokens of a question, where the method has room for them
 
 DESCRIPTION = """\
@@ -36,6 +37,7 @@ every token where it takes no more bytes."""
 EXAMPLES = """\
 examples:
   kvjax read book.txt --out book --model DIR
+  kvjax read book.txt --out book --model DIR --bytes 0.1
   kvjax read book.txt --out book --model DIR
       --method 'by_head(chain(kvzip, quantize))' --budget 0.05
   kvjax ask book 'Who is Ishmael?' 'What is the name of the ship?'
@@ -49,7 +51,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
     options.add_template(parser, "the document")
     # The default method keeps every token: questions are not known when the document is read.
-    options.add_method(parser, default="quantize")
+    options.add_method(parser, default=_METHOD)
+    parser.add_argument("--bytes", metavar="SHARE", type=float,
+        help="take the composition that measures best for this share of the bytes of the full "
+        "cache in bfloat16, such as 0.1, in place of --method")  # fmt: skip
     parser.add_argument("--max-questions", metavar="TOKENS", type=int,
         help="room for the tokens of questions, also that of kvzip (default: 256, or fewer if the "
         "method has room for fewer)")  # fmt: skip
@@ -60,11 +65,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Runs `kvjax read`: saves a document's compressed cache in a folder."""
     check_counts(args, "max_questions", "max_new")
-    candidate, out = options.candidate(args), Path(args.out)
+    out = Path(args.out)
     check_out(out)
+    if args.bytes is not None and (args.method != _METHOD or args.budget is not None):
+        raise ValueError("--bytes chooses the method and its budget: give one or the other")
+    candidate = options.candidate(args)  # raises before the model is opened
     text = check_text(read_text(args.document), "the document")
     with Display(not args.json) as display:
         opened = OpenedModel(args.model, display)
+        if args.bytes is not None:
+            args.method = kvjax.unparse(kvjax.smallest(args.bytes, head_dim=opened.config.head_dim))
+            candidate = options.candidate(args)
         dialogue = opened.dialogue(args)
         document = dialogue.document(text)
         max_questions = _max_questions(args, opened.bind(candidate.transform))

@@ -118,6 +118,15 @@ def test_what_is_kept_is_told(capsys, document, tinystories, tmp_path):
     assert third.endswith(f"or kvjax chat {tmp_path / 'out'}, goes on from it")
 
 
+def test_bytes_choose_a_method(capsys, document, tinystories, tmp_path):
+    args = ["read", document, "--out", tmp_path / "out", "--model", tinystories]
+    record = json.loads(output(capsys, *args, "--bytes", "0.7", "--json"))
+    assert record["method"] == kvjax.unparse(kvjax.smallest(0.7, head_dim=16))
+    for more in (("--method", "h2o"), ("--budget", "0.2")):
+        assert "give one or the other" in error(capsys, *args, "--bytes", "0.5", *more)
+    assert "share must lie in (0, 1], got 2.0" in error(capsys, *args, "--bytes", "2")
+
+
 @pytest.mark.slow
 def test_questions_have_the_room_of_the_method(capsys, document, tinystories, tmp_path):
     """Unless more is asked for, which is refused before the document is read."""

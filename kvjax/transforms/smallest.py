@@ -1,0 +1,67 @@
+"""Chooses the composition that measures best for a number of bytes."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+
+from kvjax.attention.init_cache import init_cache
+from kvjax.cache.nbytes import nbytes
+from kvjax.checks import check_count, check_number
+from kvjax.compose.by_head import ByHead
+from kvjax.compose.chain import chain
+from kvjax.protocol import Full, KVTransform
+from kvjax.storage.quantize.transform import GROUP, Quantize
+from kvjax.transforms.own_queries import OwnQueries
+
+_TOKENS = 4096  # of the caches whose bytes are counted
+
+
+def smallest(share: float, *, head_dim: int, room: int = 256) -> KVTransform:
+    """Returns the composition for documents that measures best for a share of the full cache.
+
+    The share is of the bytes that the full cache takes in bfloat16. Room for questions comes on
+    top. Where the share allows it, every token stays: in 8 bits, or with keys in 8 bits and values
+    in 4, or in 4 bits. A smaller share keeps the tokens that `OwnQueries` scores best, in 4 bits,
+    and `ByHead` shares them among heads.
+
+    Args:
+      share: of the bytes, in (0, 1].
+      head_dim: of the model's keys and values.
+      room: slots for questions and answers of earlier turns; 256.
+
+    Raises:
+      TypeError, ValueError: `share` is not a number in (0, 1], or leaves no token beside the sinks
+        of a document of 4,096 tokens; `head_dim` is odd or below 2.
+
+    Example:
+      >>> import kvjax
+      >>> kvjax.unparse(kvjax.smallest(0.6, head_dim=64))
+      'quantize'
+      >>> kvjax.unparse(kvjax.smallest(0.06, head_dim=64))
+      "by_head(chain(own_queries(budget=0.1762), quantize(bits=4, key_axis='token')))"
+    """
+    check_number("share", share, 0.0, 1.0)
+    check_count("head_dim", head_dim, 2)
+    group = math.gcd(GROUP, head_dim)
+    group = None if group == GROUP else group
+    four = Quantize(4, group)
+    full = _bytes_of_slot(Full(), head_dim)
+    for form in (Quantize(8), Quantize(4, group, key_bits=8), Quantize(4, group, "token")):
+        if _bytes_of_slot(form, head_dim) <= share * full:
+            return form
+    scored = chain(OwnQueries(0.5, room=room), four)
+    budget = math.floor(1e4 * share * full / _bytes_of_slot(scored, head_dim)) / 1e4
+    return ByHead(chain(OwnQueries(budget, room=room), four))
+
+
+def _bytes_of_slot(transform: KVTransform, head_dim: int) -> float:
+    """Returns the bytes of a slot of one head, with all that stands beside its key and value."""
+    cache = jax.eval_shape(
+        lambda: init_cache(
+            transform, batch=1, kv_heads=1, head_dim=head_dim, max_prompt=_TOKENS, max_new=0,
+            dtype="bfloat16",
+        )
+    )  # fmt: skip
+    return nbytes(cache) / cache.kv.slots
