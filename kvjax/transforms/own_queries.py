@@ -76,38 +76,45 @@ class _Pieces(NamedTuple):
 class OwnQueries(DocumentBudget):
     """Keeps the document tokens that the document itself uses, and those that it would quote.
 
-    Both are found while the document is read, with its own queries; nothing is read twice. What a
-    text uses is the attention that a token receives from those that follow, in the mean,
+    The document's own queries tell both while it is read, so that nothing is read twice. A token is
+    used as much as those that follow attend to it on average. For a document of L tokens, token s,
+    counted from 0, and the query heads g of a KV head,
 
-        used[s] = Σ_{t ≥ s} mean_g p[g, t, s] / max(L − s, 32),
+        used[s] = Σ_{t ≥ s} mean_g p[g, t, s] / max(L − s, 32).
 
-    for a document of L tokens and the query heads g of a KV head. What it would quote is found by a
-    *virtual repetition*. If the document were repeated behind itself, the queries of the repetition
-    would be nearly those of the document, turned by RoPE to positions that are L higher, q'. The
-    document is taken in pieces of 256 tokens. A query at t of a piece attends to sinks and piece
-    with q', and to the piece up to itself, as if that were the repetition so far, with q:
+    A *virtual repetition* tells what would be quoted. If the document were repeated behind itself,
+    the repetition would have nearly the same queries, turned by RoPE to positions that are L
+    higher, q'. The document is cut into pieces of 256 tokens. The query at t attends with q' to the
+    sinks and to its piece, and with q to the piece up to t, which stands for what the repetition
+    has written so far:
 
         quoted[s] = max_{g, t} softmax_j([q'_t · k_j for sinks and piece; q_t · k_j for j ≤ t])[s]
 
+    over all t in the piece of s. It is 0 for sinks, which draw attention without being quoted.
+
     Both are multiplied by the size of a token's value relative to its head's, `‖v_s‖ / median_s
-    ‖v_s‖`, and `quoted` is averaged over `kernel` neighbouring tokens. Then the score is
+    ‖v_s‖`. Then `quoted` is averaged over `kernel` neighbouring tokens, and the score is
 
-        score[s] = quoted[s]^(1 − use) · used[s]^use,
+        score[s] = quoted[s]^(1 − use) · used[s]^use.
 
-    and the best `budget` tokens of each head stay. `DocumentBudget` has the rule for several
-    documents, and what becomes of other prompts. `ByHead` shares a budget among heads by
-    the scores of `KVzip`, whose profile is made once for a model: what is used a little is spread
-    over heads that would take the budget of those that quote.
+    The best `budget` tokens of each head stay. `DocumentBudget` says how several documents share
+    it, and what becomes of other prompts. `ByHead` shares a budget among heads by the scores of
+    `KVzip`, whose profile is made once for a model. By scores of its own, heads that use all of a
+    text a little would take the budget of those that quote.
+
+    `kvjax.read` and `kvjax.generate` know which prompts are documents. A model of one's own calls
+    `kvjax.begin_document` before the first tokens of one.
 
     Args:
       budget, sinks, window, room: as in `DocumentBudget`.
-      use: weight of what the document uses, from 0 to 1; the rest is that of what it would quote.
-      kernel: number of neighbouring tokens, odd, over which `quoted` is averaged; 3.
+      use: weight of `used`, from 0 to 1; `quoted` has the rest.
+      kernel: number of neighbouring tokens, odd, over which `quoted` is averaged, with zeros beyond
+        both ends of a document; 3.
       piece: tokens of a piece; 256.
 
     Raises:
-      TypeError, ValueError: as in `DocumentBudget`; `use` is outside [0, 1], `kernel` even or
-        `piece` below 1.
+      TypeError, ValueError: as in `DocumentBudget`; `use` is outside [0, 1], `kernel` is even, or
+        `piece` is below 1.
 
     Example:
       >>> import kvjax
@@ -115,13 +122,15 @@ class OwnQueries(DocumentBudget):
       765
 
     References:
-      KVzip, arXiv 2505.23416, for repetitions; H2O, arXiv 2306.14048, for sums of attention; VATP,
-      arXiv 2406.12335, for attention times the size of values. The composition is kvjax's own.
+      KVzip, arXiv 2505.23416, scores tokens by a repetition, H2O, arXiv 2306.14048, by sums of
+      attention, and VATP, arXiv 2406.12335, by attention times the size of values. The composition
+      is kvjax's own.
 
     Deviations from the paper:
-      There is no paper. Where `attend` gets no `rope`, queries stay as they are: layers without
-      positions have the same ones in a repetition. A model that rotates queries itself should give
-      its `rope` to `attend`, or set `use=1`. A sliding window does not limit what is quoted.
+      There is no paper. Where `attend` gets no `rope`, queries stay as they are, since a layer
+      without positions has the same ones in a repetition. A model that rotates queries itself
+      should give its `rope` to `attend`, or set `use=1`. A sliding window limits what is used, and
+      not what is quoted.
     """
 
     use: float = 0.5

@@ -184,10 +184,13 @@ class Positions(Probe):
 
 
 @dataclass(frozen=True)
-class AsksNothing(Asks):
+class AsksNothing(DocumentBudget):
     """Has a probe that does without."""
 
     needs = property(lambda self: Needs(probe=Positions()))
+
+    def scores(self, cache, state, step, document):
+        return cache.position.astype(jnp.float32)
 
 
 @pytest.mark.parametrize(

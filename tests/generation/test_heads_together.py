@@ -31,6 +31,7 @@ METHODS = {
     "kvzip with fit": by_head(kvjax.KVzip(0.3, room=64, piece=8, fit=True)),
     "kvzip in 8 bits": by_head(kvjax.chain(KVZIP, kvjax.Quantize(8))),
     "kvzip in 4 bits": by_head(kvjax.chain(KVZIP, kvjax.Quantize(4, group=8))),
+    "own_queries": by_head(kvjax.OwnQueries(0.3, room=64, piece=8)),
     "everything": by_head(kvjax.KVzip(1.0, room=64)),
     "snapkv": by_head(SNAPKV),
     "snapkv again": by_head(kvjax.Every(SNAPKV, steps=4)),
@@ -102,9 +103,9 @@ def test_turns_are_those_of_groups_alone(name, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", some_slow(["kvzip", "kvzip with fit"], "kvzip"))
+@pytest.mark.parametrize("name", some_slow(["kvzip", "kvzip with fit", "own_queries"], "kvzip"))
 def test_further_documents_are_those_of_groups_alone(name, monkeypatch):
-    """They are looked at, and fitted in each rectangle."""
+    """They are looked at or noted, and fitted in each rectangle."""
     turns = [[[7, 3, 9, 1, 4] * 3, [6, 2] * 9, None], [[5, 9, 2], None, [8]]]
     words, before = Words((1, 2), (3,)), programs()
     together = conversation(METHODS[name], turns, words)
