@@ -290,8 +290,8 @@ class _Measure:
         question_length = 0 if inside else max(map(len, questions))
 
         def answer(context: Context) -> Measured:
-            # Counted first: `generate` donates the context's caches.
-            live_slots = _live_slots(context)
+            # Counted first: `generate` takes the context over, and gives it room.
+            live_slots, sizes = _live_slots(context), _sizes(context)
             result = generate(
                 self.model, questions, context=context, donate=True, max_new_tokens=most_new,
                 end_tokens=self.end_tokens,
@@ -303,9 +303,7 @@ class _Measure:
                 "scores": scores, "depths": [case.depth for case in cases], "texts": texts,
                 "prompt_tokens": [len(case.prompt) for case in cases],
                 "new_tokens": [len(tokens) for tokens in result.tokens],
-                "live_slots": live_slots, "cache_bytes": result.cache_bytes // len(cases),
-                "full_cache_bytes": result.full_cache_bytes // len(cases),
-                "dropped": result.dropped,
+                "live_slots": live_slots, "dropped": result.dropped, **sizes,
             }  # fmt: skip
 
         yield from self._each(prompts, candidates, answer, question_length, most_new)
@@ -318,10 +316,7 @@ class _Measure:
         rows = rows[unit.first : unit.stop]
 
         def loss(context: Context) -> Measured:
-            sizes = {
-                "cache_bytes": context.nbytes // len(rows),
-                "full_cache_bytes": context.full_nbytes // len(rows),
-            }
+            sizes = _sizes(context)
             nll = context_nll(self.model, context, rows[:, prompt:]).astype(np.float64)
             if not np.isfinite(nll).all():
                 raise ValueError(f"the model's mean loss is {nll.mean()}")
@@ -421,7 +416,15 @@ def _failed(error: Exception) -> Measured:
     return {"failed": f"{type(error).__name__}: {reason}"[:300], "seconds": 0.0}
 
 
+def _sizes(context: Context) -> Measured:
+    """Returns the bytes of a row at rest, and those of the full cache."""
+    return {
+        "cache_bytes": context.nbytes // context.rows,
+        "full_cache_bytes": context.full_nbytes // context.rows,
+    }
+
+
 def _live_slots(context: Context) -> float:
     """Returns the slots in use after the prompt, a mean over layers, rows and lists."""
-    layers = ([part.kv.live.sum(-1) for part in layer_caches(cache)] for cache in context.caches)
+    layers = ([part.kv.live.sum(-1) for part in layer_caches(cache)] for cache in context.held)
     return float(np.mean([np.concatenate(lists, axis=1).mean() for lists in layers]))

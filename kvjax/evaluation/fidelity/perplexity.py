@@ -63,7 +63,7 @@ def context_nll(
             f"tokens must have the context's {context.rows} rows, got {len(tokens)} of them"
         )
     check_turn(functional, context, None, tokens.shape[1])
-    if flush_interval(context.caches) is not None and int(context.waiting):
+    if flush_interval(context.held) is not None and int(context.waiting):
         raise ValueError(
             "context must be from kvjax.read or kvjax.evaluation.ReadOnce, got one in which "
             f"{int(context.waiting)} written tokens wait for a flush"
