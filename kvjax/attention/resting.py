@@ -39,16 +39,16 @@ def sizes_at_rest(caches: tuple[Cache, ...]) -> tuple[LayerSizes, ...]:
 
 
 def rounded(count: int) -> int:
-    """Rounds a number of places up, so that few different sizes are compiled for.
+    """Rounds a number of places up by a sixteenth at most, so that few sizes are compiled for.
 
-    The result is a multiple of 8 and, from 128 places on, a sixteenth more at most.
+    It is at least 1, since not every file format holds an array without numbers.
 
     Example:
       >>> from kvjax.attention.resting import rounded
-      >>> [rounded(count) for count in (0, 9, 130, 1700)]
-      [8, 16, 136, 1728]
+      >>> [rounded(count) for count in (0, 31, 130, 1700)]
+      [1, 31, 136, 1728]
     """
-    step = max(8, 2 ** (count.bit_length() - 5))
+    step = 2 ** max(count.bit_length() - 5, 0)
     return max(-(-count // step), 1) * step
 
 

@@ -62,8 +62,9 @@ def save_context(
 
     The folder holds an Orbax checkpoint: arrays as they are, and JSON with the method as an
     expression of all its parameters, its calibrations, sizes, versions, and descriptions of model
-    and tokenizer. A context that the folder holds already is removed when the new one is complete.
-    An interrupted save leaves the earlier context in place, and the next save removes what it left.
+    and tokenizer. What is saved is the context at rest, without room. A context that the folder
+    holds already is removed when the new one is complete. An interrupted save leaves the earlier
+    context in place, and the next save removes what it left.
 
     Args:
       path: a folder that does not exist yet, that holds a context or the rest of an interrupted
