@@ -18,6 +18,7 @@ from kvjax.attention.resting import LayerSizes, resize, rounded, sizes_at_rest, 
 from kvjax.attention.rows import copied, take_rows
 from kvjax.cache.nbytes import nbytes
 from kvjax.compose.bind import bind
+from kvjax.compose.ring import Ring
 from kvjax.devices import automatic, put, put_by_rows
 from kvjax.generation.compiler import Compiler
 from kvjax.generation.fingerprints import Fingerprint
@@ -115,15 +116,18 @@ class Context:
 
         Layers with windows are rings there too.
         """
-        size = self.size
+        full_layers = bind(Full(), len(self.layers), self.windows, self.size.max_tokens)
+        return sum(count * self._nbytes_of(layer) for layer, count in Counter(full_layers).items())
+
+    def _nbytes_of(self, layer: KVTransform) -> int:
+        """Returns the bytes of a layer that keeps every token, or all that its window sees."""
+        cache: Any = jax.eval_shape(lambda: self.size.cache(layer, 0))
         if self.resting:
-            tokens = min(rounded(int(self.length.max())), size.max_tokens)
-            size = size._replace(max_prompt=tokens, max_new=0)
-        full_layers = bind(Full(), len(self.layers), self.windows, size.max_tokens)
-        return sum(
-            count * nbytes(jax.eval_shape(lambda layer=layer: size.cache(layer, 0)))
-            for layer, count in Counter(full_layers).items()
-        )
+            most = layer.window - 1 if isinstance(layer, Ring) else cache.kv.slots
+            live = min(int(self.length.max()), most)
+            sizes = cache.kv.sizes._replace(slots=min(rounded(live), cache.kv.slots))
+            cache = resize.eval_shape(cache, (sizes,))
+        return nbytes(cache)
 
     @property
     def dropped(self) -> int:
