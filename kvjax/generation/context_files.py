@@ -139,6 +139,8 @@ def load_context(
 ) -> Context:
     """Reads the context that `save_context` wrote, onto the default device or the model's mesh.
 
+    It is at rest, as `kvjax.read` returns it.
+
     Nothing in the folder is executed: it is read as JSON and arrays. The caches are those that this
     version of kvjax makes for the method.
 

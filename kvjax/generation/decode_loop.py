@@ -75,7 +75,7 @@ class Generation:
         slots (one per KV head, or per query head for methods that need that). 0 unless a method
         keeps more than its `extent` promises.
       context: everything that was read and written, end tokens included, for a later call to go on
-        from; None unless `generate` was given one.
+        from, with its room (see `Context.at_rest`); None unless `generate` was given one.
       ended_by: the end token that each row came to; None for a row that came to none.
     """
 
