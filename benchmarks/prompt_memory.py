@@ -57,7 +57,7 @@ def worker(model_folder: str, text: str, method: str, budget: float, tokens: int
 
     def reading() -> kvjax.Context:
         context = kvjax.read(model, [prompt], **options)
-        jax.block_until_ready(context.caches)
+        jax.block_until_ready(context.held)
         return context
 
     reading()

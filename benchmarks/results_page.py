@@ -384,6 +384,22 @@ def newcomer(rows: Sequence[dict[str, Any]]) -> str:
     return markdown(headings, lines)
 
 
+def at_rest(rows: Sequence[dict[str, Any]]) -> str:
+    """Bytes of documents that wait for questions, by `at_rest.py`."""
+    sizes = {
+        "at rest": "at_rest", "keys and values": "needed", "while it answers": "awake",
+        "on disk": "on_disk",
+    }  # fmt: skip
+    headings = ["method", "tokens", "slots per head", *sizes, "at rest over keys and values"]
+    return markdown(headings, [
+        [
+            f"`{row['method']}`", f"{row['tokens']:,}", f"{row['kept_slots']:,.0f}",
+            *(f"{row[name] / 1e6:.1f} MB" for name in sizes.values()), f"{row['over_needed']:.2f}",
+        ]
+        for row in rows
+    ])  # fmt: skip
+
+
 def speed(rows: Sequence[dict[str, Any]]) -> str:
     """Of `kvjax bench`."""
     headings = [
@@ -473,6 +489,7 @@ def tables(folders: dict[str, Results]) -> tuple[list[Results], dict[str, str]]:
         "choose": choosing(measured),
         "situations": situations([folders["needles"], folders["fit_small_smollm2_h200"]]),
         "newcomer_qwen": newcomer(read("newcomer_qwen")["rows"]),
+        "at_rest_smollm2": at_rest(read("at_rest_smollm2")["rows"]),
         "first": first([folders["needles_small_smollm2"], folders["needles"]]),
         **{made.__name__: made(read("vs_kvpress_kvzip_smollm2")["rows"]) for made in KVZIP},
         **device_tables(),

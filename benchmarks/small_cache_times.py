@@ -25,7 +25,6 @@ import jax
 from common import Rows
 
 import kvjax
-from kvjax.attention.layer import layer_caches
 from kvjax.models import from_pretrained, load_tokenizer
 
 READ_TOKENS, STEP_TOKENS, BYTES_TOKENS, COMPILED_TOKENS = (1024, 4000), 7900, 4096, 1024
@@ -86,7 +85,7 @@ class Measure:
         for number in range(1 + rounds):  # the first compiles
             for name in self.methods:
                 start = time.perf_counter()
-                jax.block_until_ready(self.read(name, tokens).caches)
+                jax.block_until_ready(self.read(name, tokens).held)
                 if number:
                     seconds[name].append(time.perf_counter() - start)
         return _medians(seconds)
@@ -109,7 +108,7 @@ class Measure:
         for _ in range(2):
             start = time.perf_counter()
             context = self.read(name, tokens)
-            jax.block_until_ready(context.caches)
+            jax.block_until_ready(context.held)
             seconds["document"].append(time.perf_counter() - start)
             start = time.perf_counter()
             self.ask(context)
@@ -122,16 +121,11 @@ class Measure:
     def bytes(self, name: str, tokens: int) -> dict[str, float]:
         """Bytes of a context, as shares of the full cache's."""
         context = self.read(name, tokens)
-        parts = [part.kv for cache in context.caches for part in layer_caches(cache)]
-        # A slot of a head has the same bytes in all heads.
-        slots = sum(kv.capacity * kv.shape[1] for kv in parts)
-        room = (ROOM + NEW) * sum(kv.shape[1] for kv in parts)
-        without_room = context.nbytes * (1 - room / slots)
-        full_without_room = context.full_nbytes * tokens / (tokens + ROOM + NEW)
+        awake = context.awake()
         return {
-            "bytes": context.nbytes,
-            "share": round(context.nbytes / context.full_nbytes, 4),
-            "without_room": round(without_room / full_without_room, 4),
+            "bytes": awake.nbytes,
+            "share": round(awake.nbytes / awake.full_nbytes, 4),
+            "without_room": round(context.nbytes / context.full_nbytes, 4),
         }
 
 

@@ -484,7 +484,7 @@ class Kvjax:
             self._model, [document], transform=transform, document=Words(instruction),
             max_prompt=len(document) + len(question), max_new=new,
         )  # fmt: skip
-        jax.block_until_ready(context.caches)
+        jax.block_until_ready(context.held)
         read, start = time.perf_counter() - start, time.perf_counter()
         return {"read_s": read} | self._answer(context, question, new, start)
 

@@ -1,12 +1,13 @@
 """Stores the keys and values of a cache.
 
-A payload holds the keys, or the values, of all slots in some form. It has six methods:
+A payload holds the keys, or the values, of all slots in some form. It has seven methods:
 
 - `read` returns dense rows.
 - `write` stores new rows.
 - `flush` encodes new rows, every M steps.
 - `encode` brings all rows into the payload's form, at the end of a prompt.
 - `free_bytes` says how much of its memory holds no row.
+- `resized` cuts off what holds no row, or adds it again.
 - `attention` computes the attention of a decode step over the form as it is.
 
 While a prompt is read, keys and values are `Dense`, whatever their form between prompts.
@@ -97,6 +98,13 @@ def free_bytes(arrays: object, taken: int, places: int) -> int:
     return round(nbytes(arrays) * (places - taken) / places) if places else 0
 
 
+def resized(x: Array, size: int, fill: float | bool = 0) -> Array:
+    """Cuts `x [B, H, N, ...]` behind N = `size`, or adds places that hold `fill` up to there."""
+    added = max(size - x.shape[2], 0)
+    padding = [(0, added * (axis == 2)) for axis in range(x.ndim)]
+    return jnp.pad(x[:, :, :size], padding, constant_values=fill)
+
+
 class Slots(NamedTuple):
     """The slots of a cache as a payload gets them when it encodes all of them.
 
@@ -157,6 +165,22 @@ class Payload(Protocol):
             payload's arrays are shapes, nothing is beside the slots.
         """
 
+    @property
+    def beside(self) -> int:
+        """Number of places beside the slots, for each row and KV head or for each row."""
+
+    @property
+    def beside_taken(self) -> int | Int[Array, ""]:
+        """Number of these places, from the first one on, after which none is taken."""
+
+    def resized(self, slots: int, beside: int) -> Payload:
+        """Cuts off free slots and places at the end, or adds some; what is stored stays as it is.
+
+        Args:
+          slots: number of slots afterwards.
+          beside: number of places beside them afterwards.
+        """
+
     def attention(
         self,
         values: Payload,
@@ -197,6 +221,7 @@ class Dense:
     shape = property(lambda self: self.data.shape)
     dtype = property(lambda self: self.data.dtype)
     room = property(lambda self: None)
+    beside = beside_taken = property(lambda self: 0)
 
     def read(self, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:
         """Returns the rows of all slots, or those of `index`."""
@@ -219,6 +244,10 @@ class Dense:
     def free_bytes(self, live: int) -> int:
         """Returns the bytes of free slots, `live` of all slots being taken."""
         return free_bytes(self, live, math.prod(self.shape[:3]))
+
+    def resized(self, slots: int, beside: int) -> Dense:
+        """Cuts or adds free slots at the end."""
+        return Dense(resized(self.data, slots))
 
     def attention(
         self,
@@ -247,6 +276,7 @@ class RowPayload(ABC):
     """
 
     room = property(lambda self: None)
+    beside = beside_taken = property(lambda self: 0)
     shape = property(lambda self: jax.eval_shape(type(self).decoded, self).shape)
     dtype = property(lambda self: jax.eval_shape(type(self).decoded, self).dtype)
 
@@ -304,6 +334,10 @@ class RowPayload(ABC):
     def free_bytes(self, live: int) -> int:
         """Returns the bytes of free slots, `live` of all slots being taken."""
         return free_bytes(self, live, math.prod(self.shape[:3]))
+
+    def resized(self, slots: int, beside: int) -> Self:
+        """Cuts or adds free slots at the end."""
+        return jax.tree.map(lambda x: resized(x, slots), self)
 
     def attention(
         self, values: RowPayload, queries: Queries, seen: Seen, mask: Mask, **options

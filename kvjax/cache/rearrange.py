@@ -6,12 +6,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.payload import Dense, Payload, Slots, sum_into, take_slots, write_slots
+from kvjax.cache.payload import resized as resized_array
 from kvjax.cache.remainders import exact_values, replace_values, write_values
 from kvjax.cache.rope import Rope
 from kvjax.cache.slots import (
+    FREE,
+    NEG_INF,
     STORED_SLOT,
     Column,
     KVCache,
+    Sizes,
     check_cache,
     free_others,
     slot_numbers,
@@ -187,6 +191,26 @@ def widen(cache: KVCache, slots: int) -> KVCache:
         return cache
     place = slot_numbers((*cache.shape[:2], slots))
     return _move(cache, place, place < cache.slots)
+
+
+def resized(cache: KVCache, sizes: Sizes) -> KVCache:
+    """Cuts off free places at the end, or adds some; nothing moves, and stored bits stay.
+
+    Args:
+      sizes: numbers of places afterwards, no less than `cache.taken`.
+    """
+
+    def change(x: Array, fill: float | bool) -> Array:
+        return resized_array(x, sizes.slots, fill)
+
+    return cache.replace(
+        k=cache.k.resized(sizes.slots, sizes.keys),
+        v=cache.v.resized(sizes.slots, sizes.values),
+        position=change(cache.position, FREE),
+        log_mass=change(cache.log_mass, NEG_INF),
+        columns=cache.map_columns(lambda column: change(column.values, column.fill)),
+        pinned=change(cache.pinned, False),
+    )
 
 
 def _move(cache: KVCache, source: Int[Array, "B H N"], has_source: Bool[Array, "B H N"]) -> KVCache:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +117,17 @@ class KVCache:
         return self.position.shape[2]
 
     @property
+    def sizes(self) -> Sizes:
+        """The number of places of all kinds, as it is now."""
+        return Sizes(self.slots, self.k.beside, self.v.beside)
+
+    @property
+    def taken(self) -> Int[Array, " 3"]:
+        """The least `sizes` that hold everything."""
+        taken = self.used.max(), self.k.beside_taken, self.v.beside_taken
+        return jnp.stack([jnp.int32(x) for x in taken])
+
+    @property
     def live(self) -> Bool[Array, "B H S"]:
         """The slots that hold a token."""
         return self.log_mass > NEG_INF
@@ -165,6 +176,19 @@ class KVCache:
             name: dataclasses.replace(column, values=values(column))
             for name, column in self.columns.items()
         }
+
+
+class Sizes(NamedTuple):
+    """How many places the arrays of a cache have.
+
+    Args:
+      slots: slots S of each row and KV head.
+      keys, values: places beside the slots, of the payloads of keys and of values.
+    """
+
+    slots: int
+    keys: int
+    values: int
 
 
 def empty_cache(

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
         check_turn(as_functional(model), context, questions, max_new)
         # Every question has a copy, in which the document stays as it is until its turn. Further
         # copies take no part: with them, few numbers of rows are compiled for.
-        context = context.repeat(_rows(len(questions)))
+        context = context.awake().repeat(_rows(len(questions)))
         occupancy = context.occupancy
         rows = [Row(opened.decode, question) for question in questions]
         spare = [Row(opened.decode, ()) for _ in range(context.rows - len(questions))]

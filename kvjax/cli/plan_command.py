@@ -202,8 +202,9 @@ def _show(console: Console, args: argparse.Namespace, record: dict[str, Any]) ->
     print_table(console, columns, rows, pad_edge=False)
     console.print(
         f"A step takes no less than its bytes at {args.bandwidth:g} GB/s: weights and caches read "
-        "once.\n- : does not fit. Room is for new tokens and later prompts. Activations and "
-        "temporary memory are not counted.",
+        "once.\n- : does not fit. Room is for new tokens and later prompts: a context at rest, as "
+        "kvjax read saves it, takes the other bytes. Activations and temporary memory are not "
+        "counted.",
         markup=False,
     )
     for text, method in record["methods"].items():

@@ -14,7 +14,7 @@ from kvjax.cli import options
 from kvjax.cli.inputs import check_text, read_text
 from kvjax.cli.opened import OpenedModel, check_counts
 from kvjax.cli.saved import Saved, absolute_model, check_out
-from kvjax.cli.sizes import Whole, kept_and_room
+from kvjax.cli.sizes import Whole
 from kvjax.cli.terminal import Display, print_dropped, print_line, share
 from kvjax.compose.walks import walk
 from kvjax.generation.prompt_checks import check_prompts, longest_turn
@@ -31,9 +31,10 @@ kvjax ask and kvjax chat. What an earlier kvjax read wrote there is replaced,
 finished or not.
 By default every token stays, in 8 bits, as answers about prose need it.
 by_head(kvzip) keeps a small part: measured on needles, single facts stay with a
-twentieth of the tokens, while answers about prose lose much with a fifth. What
-the document takes and what is room is said, and so is a stored form that keeps
-every token where it takes no more bytes."""
+twentieth of the tokens, while answers about prose lose much with a fifth. The
+folder holds what the document takes; questions and answers get room when they
+come. The bytes of both are said, and so is a stored form that keeps every token
+where it takes no more bytes with room."""
 EXAMPLES = """\
 examples:
   kvjax read book.txt --out book --model DIR
@@ -104,7 +105,8 @@ def run(args: argparse.Namespace) -> None:
     record = {
         **about, "model": opened.name, "out": args.out, "prompt_tokens": len(document),
         "max_questions": max_questions, "max_new": args.max_new,
-        "cache_bytes": context.nbytes, "full_cache_bytes": context.full_nbytes,
+        "cache_bytes": context.nbytes, "awake_bytes": context.awake_nbytes,
+        "full_cache_bytes": context.full_nbytes,
         **context.occupancy.record, "whole": None if whole is None else whole._asdict(),
     }  # fmt: skip
     opened.print_double_start(dialogue, [document])
@@ -113,9 +115,12 @@ def run(args: argparse.Namespace) -> None:
         return
     print(
         f"{args.out}: {len(document):,} tokens with {args.method} in "
-        f"{decimal(context.nbytes)}, {share(record)} of the full cache"
+        f"{decimal(context.nbytes)} at rest, {share(record)} of the full cache"
     )
-    print(f"{kept_and_room(context.occupancy, 'the document')}, for questions and answers")
+    print(
+        f"{record['kept_slots']:,.0f} slots per head; {decimal(record['awake_bytes'])} while it "
+        "answers, with room for questions and answers"
+    )
     print(f"kvjax ask {args.out} QUESTION, or kvjax chat {args.out}, goes on from it")
     if _looks_at_the_end(candidate.transform):
         print_line(

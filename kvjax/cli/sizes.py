@@ -22,7 +22,7 @@ def kept_and_room(occupancy: Occupancy, kept: str) -> str:
 
 
 class Whole(NamedTuple):
-    """A stored form that keeps every token, and the bytes of its cache."""
+    """A stored form that keeps every token, and the bytes of its cache with room."""
 
     method: str
     cache_bytes: int
@@ -51,6 +51,6 @@ class Whole(NamedTuple):
     def line(self, method: str) -> str:
         """Tells users of a method about it."""
         return (
-            f"{method} takes no less than {self.method}, which keeps every token in "
+            f"{method} takes no less with its room than {self.method}, which keeps every token in "
             f"{decimal(self.cache_bytes)}"
         )

@@ -228,7 +228,7 @@ def measured(
         size = CacheSize.of(functional, 1, width, 0, method.dtype, width)
         start, compiler = Start(layers[0], layers, size, [width]), Compiler(on_layer=on_layer)
         context = first_turn(functional, [text], start, compiler, document, last=False)
-        observed.append([jax.device_get(_observed(method, x)) for x in context.caches])
+        observed.append([jax.device_get(_observed(method, x)) for x in context.held])
     return method.learn(functional, observed)
 
 

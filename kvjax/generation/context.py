@@ -6,6 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,10 +15,13 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.attention.layer import Cache, layer_caches
 from kvjax.attention.occupancy import Occupancy, occupancy
 from kvjax.attention.parts import placed
+from kvjax.attention.resting import LayerSizes, resize, rounded, sizes_at_rest, sizes_of
 from kvjax.attention.rows import copied, take_rows
 from kvjax.cache.nbytes import nbytes
 from kvjax.compose.bind import bind
-from kvjax.devices import put, put_by_rows
+from kvjax.compose.ring import Ring
+from kvjax.devices import automatic, put, put_by_rows
+from kvjax.generation.compiler import Compiler
 from kvjax.generation.fingerprints import Fingerprint
 from kvjax.generation.new_caches import CacheSize
 from kvjax.protocol import Full, KVTransform
@@ -31,10 +35,16 @@ class Context:
     It is a pytree, from `kvjax.read` or `Generation.context`. It is never changed: a call that goes
     on from it returns a new one.
 
+    A context is at rest or awake. At rest it holds what it keeps, and no room for tokens that are
+    still to come; so `kvjax.read`, `kvjax.load_context` and `at_rest` return it, and so it is
+    saved. `kvjax.generate` gives the copy that a turn works on its room. The context of its result
+    is awake, so that the next turn of a conversation can take it over (`donate=True`) as it is.
+
     Axis letters: B rows, V vocabulary.
 
     Args:
-      caches: the cache of each layer.
+      held: the cache of each layer, as it is held: at rest or awake. Those at rest are for nothing
+        but `caches`.
       logits: logits after each row's newest token.
       seen: which tokens each row has read or written, for a repetition penalty.
       length: tokens of each row so far, which is also the next position.
@@ -45,11 +55,12 @@ class Context:
       layers: the transform bound to each layer (static).
       size: the sizes that the caches were made for (static).
       windows: sliding window of each layer, as the model says; empty: no layer has one (static).
+      awake_sizes: places of each layer's cache when it is awake (static); None: it is.
       fingerprint: fingerprint of the model; no other model can go on from the context (static).
         None only within a call of `generate` that does not keep the context.
     """
 
-    caches: tuple[Cache, ...]
+    held: tuple[Cache, ...]
     logits: Float[Array, "B V"]
     seen: Bool[Array, "B V"]
     length: Int[Array, " B"]
@@ -60,6 +71,7 @@ class Context:
     layers: tuple[KVTransform, ...] = field(metadata={"static": True})
     size: CacheSize = field(metadata={"static": True})
     windows: tuple[int | None, ...] = field(metadata={"static": True})
+    awake_sizes: tuple[LayerSizes, ...] | None = field(default=None, metadata={"static": True})
     fingerprint: Fingerprint | None = field(default=None, metadata={"static": True})
 
     def __repr__(self) -> str:
@@ -73,32 +85,97 @@ class Context:
     max_prompt = property(lambda self: self.size.max_prompt)
     max_new = property(lambda self: self.size.max_new)
 
+    resting = property(lambda self: self.awake_sizes is not None)
+
+    @property
+    def caches(self) -> tuple[Cache, ...]:
+        """The cache of each layer, with room for later tokens: for `attend`, `flush` and plots.
+
+        Those of a context at rest are made anew whenever they are asked for.
+        """
+        return self.awake().held
+
     @property
     def nbytes(self) -> int:
-        """Bytes of all caches."""
-        return nbytes(self.caches)
+        """Bytes of all caches as they are held; at rest, room does not count."""
+        return nbytes(self.held)
+
+    @property
+    def awake_nbytes(self) -> int:
+        """Bytes of all caches while the context answers, with room for later tokens."""
+        sizes = sizes_of(self.held) if self.awake_sizes is None else self.awake_sizes
+        return nbytes([resize.eval_shape(*layer) for layer in zip(self.held, sizes, strict=True)])
 
     @property
     def occupancy(self) -> Occupancy:
         """Slots and bytes of all caches that hold something, and those that are room for more."""
-        return occupancy(self.caches)
+        return occupancy(self.held)
 
     @property
     def full_nbytes(self) -> int:
-        """Bytes that `Full` would take for as many tokens as this context is made for.
+        """Bytes that `Full` would take: at rest too, or with as much room.
 
         Layers with windows are rings there too.
         """
         full_layers = bind(Full(), len(self.layers), self.windows, self.size.max_tokens)
-        return sum(
-            count * nbytes(jax.eval_shape(lambda layer=layer: self.size.cache(layer, 0)))
-            for layer, count in Counter(full_layers).items()
-        )
+        return sum(count * self._nbytes_of(layer) for layer, count in Counter(full_layers).items())
+
+    def _nbytes_of(self, layer: KVTransform) -> int:
+        """Returns the bytes of a layer that keeps every token, or all that its window sees."""
+        cache: Any = jax.eval_shape(lambda: self.size.cache(layer, 0))
+        if self.resting:
+            most = layer.window - 1 if isinstance(layer, Ring) else cache.kv.slots
+            live = min(int(self.length.max()), most)
+            sizes = cache.kv.sizes._replace(slots=min(rounded(live), cache.kv.slots))
+            cache = resize.eval_shape(cache, (sizes,))
+        return nbytes(cache)
 
     @property
     def dropped(self) -> int:
         """Tokens that found no free slot and were lost, summed over layers, rows and lists."""
-        return sum(int(part.kv.dropped.sum()) for part in layer_caches(self.caches))
+        return sum(int(part.kv.dropped.sum()) for part in layer_caches(self.held))
+
+    def at_rest(self, *, donate: bool = False, compiler: Compiler | None = None) -> Context:
+        """Returns the context without room, in memory of its own; one at rest is returned itself.
+
+        What is kept stays as it is, bit for bit.
+
+        Args:
+          donate: whether this context's caches are given away, one by one as they are copied.
+          compiler: compiles; None: nobody is told.
+        """
+        if self.resting:
+            return self
+        sizes = sizes_at_rest(self.held)
+        return self._resized(sizes, donate, compiler, awake_sizes=sizes_of(self.held))
+
+    def awake(self, *, compiler: Compiler | None = None) -> Context:
+        """Returns the context with its room, in memory of its own; an awake one is returned itself.
+
+        Args:
+          compiler: as in `at_rest`.
+        """
+        if self.awake_sizes is None:
+            return self
+        return self._resized(self.awake_sizes, False, compiler, awake_sizes=None)
+
+    @automatic()
+    def _resized(
+        self, sizes: tuple[LayerSizes, ...], donate: bool, compiler: Compiler | None, **changes: Any
+    ) -> Context:
+        """Copies the context, its caches with other sizes."""
+        held = []
+        for cache, layer_sizes in zip(self.held, sizes, strict=True):
+            if compiler is None:
+                held.append(resize(cache, layer_sizes))
+            else:
+                held.append(compiler.run("the room of a cache", resize, cache, layer_sizes))
+            if donate:
+                # Waiting bounds the memory: a layer that is queued has its arrays already.
+                jax.block_until_ready(held[-1])
+                delete(cache)
+        others = dataclasses.replace(self, held=(), **changes).copy()
+        return dataclasses.replace(others, held=tuple(held))
 
     def repeat(self, rows: int) -> Context:
         """Repeats the one row of this context `rows` times, for many questions about one document.
@@ -121,14 +198,14 @@ class Context:
         Raises:
           TypeError, ValueError: as `kvjax.take_rows`.
         """
-        caches, index = take_rows(self.caches, rows), np.asarray(rows)
+        held, index = take_rows(self.held, rows), np.asarray(rows)
         by_row = {
             name: getattr(self, name)[index]
             for name in ("logits", "seen", "length", "prompt_tokens", "new_tokens")
         }
         size = self.size._replace(batch=len(rows))
         # `+` makes another array, since a call may donate those of the context that results.
-        taken = dataclasses.replace(self, caches=caches, size=size, waiting=+self.waiting, **by_row)
+        taken = dataclasses.replace(self, held=held, size=size, waiting=+self.waiting, **by_row)
         return taken.placed()
 
     def copy(self) -> Context:
@@ -143,4 +220,10 @@ class Context:
         counts = ("length", "prompt_tokens", "new_tokens", "waiting")
         arrays = {name: put(getattr(self, name), mesh) for name in counts}
         arrays |= {name: put_by_rows(getattr(self, name), mesh) for name in ("logits", "seen")}
-        return dataclasses.replace(self, caches=tuple(map(placed, self.caches)), **arrays)
+        return dataclasses.replace(self, held=tuple(map(placed, self.held)), **arrays)
+
+
+def delete(caches: Cache | tuple[Cache, ...]) -> None:
+    """Frees the memory of caches that have been given away."""
+    for array in jax.tree.leaves(caches):
+        array.delete()

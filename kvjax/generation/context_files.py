@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import Array
 
+from kvjax.attention.resting import LayerSizes, resize, sizes_of
+from kvjax.cache.slots import Sizes
 from kvjax.calibration import Calibration, Learner
 from kvjax.compose.bind import bind
 from kvjax.compose.walks import map_methods
@@ -35,7 +37,7 @@ from kvjax.registry import parse, unparse
 from kvjax.storage.offload.payload import HOST_MEMORY
 from kvjax.transforms.random import GENERATOR
 
-FORMAT = 6  # a folder with another number is refused
+FORMAT = 7  # a folder with another number is refused
 _ABOUT, _ARRAYS = "about", "arrays"  # items of a checkpoint
 _UNFINISHED = ".orbax-checkpoint-tmp"  # Orbax adds it to the name of an incomplete folder
 # Names of checkpoints and of what is in them, while they are written and afterwards. Orbax may add
@@ -60,8 +62,9 @@ def save_context(
 
     The folder holds an Orbax checkpoint: arrays as they are, and JSON with the method as an
     expression of all its parameters, its calibrations, sizes, versions, and descriptions of model
-    and tokenizer. A context that the folder holds already is removed when the new one is complete.
-    An interrupted save leaves the earlier context in place, and the next save removes what it left.
+    and tokenizer. What is saved is the context at rest, without room. A context that the folder
+    holds already is removed when the new one is complete. An interrupted save leaves the earlier
+    context in place, and the next save removes what it left.
 
     Args:
       path: a folder that does not exist yet, that holds a context or the rest of an interrupted
@@ -94,6 +97,7 @@ def save_context(
     check_free(folder)
     # What a method has learned has a name in its expression, and lies beside it.
     transform, calibrations = _with_names(context.transform)
+    context = context.at_rest()
     leaves = jax.tree.leaves(context)
     arrays = {f"{n:05d}": _plain(leaf) for n, leaf in enumerate(leaves)}
     arrays |= {
@@ -110,6 +114,7 @@ def save_context(
             name: others_of(calibration) for name, calibration in calibrations.items()
         },
         "size": {name: x for name, x in context.size._asdict().items() if name != "mesh"},
+        "held": sizes_of(context.held),
         "model": context.fingerprint.content,
         "tokenizer": None if tokenizer is None else describe_tokenizer(tokenizer),
         "arrays": {name: _dtype_and_shape(x) for name, x in arrays.items()},
@@ -133,6 +138,8 @@ def load_context(
     path: str | os.PathLike[str], model: LanguageModel | FunctionalModel, *, tokenizer: Any = None
 ) -> Context:
     """Reads the context that `save_context` wrote, onto the default device or the model's mesh.
+
+    It is at rest, as `kvjax.read` returns it.
 
     Nothing in the folder is executed: it is read as JSON and arrays. The caches are those that this
     version of kvjax makes for the method.
@@ -163,7 +170,8 @@ def load_context(
         transform = _with_calibrations(method, content["calibrations"], arrays)
         size = CacheSize(**content["size"], mesh=mesh_of(functional.params))
         layers = bind(transform, functional.num_layers, functional.windows, size.max_tokens)
-    shapes = _context_shapes(functional, transform, layers, size, fingerprint)
+        held = [tuple(Sizes(*map(int, part)) for part in layer) for layer in content["held"]]
+        shapes = _context_shapes(functional, transform, layers, size, held, fingerprint)
     expected = jax.tree.leaves(shapes)
     stored = [arrays[name] for name in sorted(arrays) if name.isdigit()]
     expected_kinds = [_dtype_and_shape(_plain_shape(x)) for x in expected]
@@ -314,12 +322,18 @@ def _context_shapes(
     transform: KVTransform,
     layers: tuple[KVTransform, ...],
     size: CacheSize,
+    held: Sequence[LayerSizes],
     fingerprint: Fingerprint,
 ) -> Context:
-    """Makes the context that this version of kvjax would make, with shapes in place of arrays."""
+    """Makes the context that this version of kvjax would make, with shapes in place of arrays.
+
+    Args:
+      held: sizes of the caches at rest.
+    """
     count = jax.ShapeDtypeStruct((size.batch,), jnp.int32)
+    awake = cache_shapes(model, layers, size)
     return Context(
-        caches=cache_shapes(model, layers, size),
+        held=tuple(resize.eval_shape(*layer) for layer in zip(awake, held, strict=True)),
         logits=jax.ShapeDtypeStruct((size.batch, model.vocab_size), jnp.float32),
         seen=jax.ShapeDtypeStruct((size.batch, model.vocab_size), jnp.bool_),
         length=count,
@@ -330,6 +344,7 @@ def _context_shapes(
         layers=layers,
         size=size,
         windows=model.windows,
+        awake_sizes=sizes_of(awake),
         fingerprint=fingerprint,
     )
 

@@ -26,7 +26,7 @@ from kvjax.compose.bind import bind
 from kvjax.devices import by_rows, divided, mesh_of, put
 from kvjax.generation.calibration import with_named
 from kvjax.generation.compiler import Compiler, Programs, Tracer
-from kvjax.generation.context import Context
+from kvjax.generation.context import Context, delete
 from kvjax.generation.documents import Document
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.new_caches import CacheSize
@@ -75,7 +75,7 @@ class Generation:
         slots (one per KV head, or per query head for methods that need that). 0 unless a method
         keeps more than its `extent` promises.
       context: everything that was read and written, end tokens included, for a later call to go on
-        from; None unless `generate` was given one.
+        from, with its room (see `Context.at_rest`); None unless `generate` was given one.
       ended_by: the end token that each row came to; None for a row that came to none.
     """
 
@@ -306,7 +306,7 @@ class Writing:
         )
         self._loop = jax.block_until_ready(
             self._first_loop(
-                self._compiler, context.caches, context.logits, context.length, context.seen,
+                self._compiler, context.held, context.logits, context.length, context.seen,
                 self._active,
             )
         )  # fmt: skip
@@ -339,16 +339,19 @@ class Writing:
         if options.transform is not None:
             raise ValueError("a context has its own transform, got transform= as well")
         check_turn(self._model, context, prompts, self._max_new_tokens, options.document)
+        given, context = context, context.awake(compiler=self._compiler)
         if prompts is not None and context.rows < len(prompts):
             context = context.repeat(len(prompts))
-        elif not options.donate:
+        elif context is given and not options.donate:
             context = context.copy()
-        if prompts is None:
-            return context
-        return further_turn(
-            self._model, context, prompts, options.buckets, self._compiler, options.document,
-            then=functools.partial(self._trace_loop, context.layers, prompts),
-        )  # fmt: skip
+        if prompts is not None:
+            context = further_turn(
+                self._model, context, prompts, options.buckets, self._compiler, options.document,
+                then=functools.partial(self._trace_loop, context.layers, prompts),
+            )  # fmt: skip
+        if options.donate and given.resting and given.rows == context.rows:
+            delete(given.held)
+        return context
 
     @property
     def result(self) -> Generation:
@@ -493,7 +496,7 @@ class Writing:
             loop = self._loop
         context = dataclasses.replace(
             context,
-            caches=loop.caches,
+            held=loop.caches,
             logits=loop.logits,
             length=loop.position,
             seen=seen,

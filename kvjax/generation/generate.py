@@ -43,6 +43,9 @@ def read(
 ) -> Context:
     """Reads prompts into caches that `transform` compresses, for `generate` to go on from.
 
+    The context is at rest: it holds what it keeps. `generate` adds the room for questions and
+    answers to its own copy.
+
     Args:
       model, prompts, transform, dtype, buckets, on_layer, on_compile, document: as in `generate`.
       max_prompt: most tokens of a row that are read, in this and all further turns. By default
@@ -76,7 +79,8 @@ def read(
     start, compiler = Start(transform, layers, size, widths), Compiler(on_compile, on_layer)
     context = first_turn(functional, prompts, start, compiler, document)
     # A kept context needs a fingerprint, so that a later call can refuse another model.
-    return dataclasses.replace(context, fingerprint=Fingerprint.of(functional))
+    context = dataclasses.replace(context, fingerprint=Fingerprint.of(functional))
+    return context.at_rest(donate=True, compiler=compiler)
 
 
 def size_to_read(

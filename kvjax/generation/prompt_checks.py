@@ -104,7 +104,7 @@ def check_turn(
             "context must be a kvjax.Context, as kvjax.read and kvjax.load_context return it, got "
             f"{brief(context)}"
         )
-    if any(x.is_deleted() for x in jax.tree.leaves(context.caches)):
+    if any(x.is_deleted() for x in jax.tree.leaves(context.held)):
         raise ValueError("the context has been given away with donate=True: take the result's")
     check_same_model(context, model)
     size, mesh = context.size, mesh_of(model.params)

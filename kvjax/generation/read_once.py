@@ -120,11 +120,12 @@ class ReadOnce:
             raise ValueError(f"{transform!r} needs more of the prompt than was observed: name it")
         layers = self._bind(transform)
         without_caches = dataclasses.replace(
-            observed, caches=(), transform=transform, layers=layers, size=self._size
+            observed, held=(), transform=transform, layers=layers, size=self._size
         )
-        caches = _compressed(self._model, layers, self._size, observed.caches, self._compiler)
+        caches = _compressed(self._model, layers, self._size, observed.held, self._compiler)
         # The rest is copied, so that a call may take over the memory of the context.
-        return dataclasses.replace(without_caches.copy(), caches=caches)
+        context = dataclasses.replace(without_caches.copy(), held=caches)
+        return context.at_rest(donate=True, compiler=self._compiler)
 
     def _bind(self, transform: KVTransform) -> tuple[KVTransform, ...]:
         return bind(transform, self._model.num_layers, self._model.windows, self._size.max_tokens)

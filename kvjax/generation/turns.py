@@ -78,7 +78,7 @@ def first_turn(
     groups = looked_at(groups, prompts, length, document, model, layers)
     logits, caches = read_prompt(model, layers, groups, size, None, compiler, last, then)
     return Context(
-        caches=caches,
+        held=caches,
         logits=logits,
         seen=put_by_rows(_tokens_of(prompts, model.vocab_size), size.mesh),
         # Two arrays of the same numbers: whoever donates a context donates every array once.
@@ -113,8 +113,8 @@ def further_turn(
 ) -> Context:
     """Reads one more prompt of each row that has one, into the caches of a context.
 
-    The context is donated: the returned one takes its memory over. Whatever a method raises, it
-    raises before anything is computed, and the context then stays as it is.
+    The context is awake, and donated: the returned one takes its memory over. Whatever a method
+    raises, it raises before anything is computed, and the context then stays as it is.
 
     Args:
       prompts: one per row; None: the row takes no part.
@@ -132,7 +132,7 @@ def further_turn(
 
     # A prompt's end is a flush of its rows. Rows without a prompt have not been flushed then, and
     # steps are counted for all rows together.
-    interval = None if active.all() else flush_interval(context.caches)
+    interval = None if active.all() else flush_interval(context.held)
 
     def flush_and_then(tracer: Tracer, logits: Array, caches: tuple[Cache, ...]) -> None:
         if interval is not None:
@@ -141,7 +141,7 @@ def further_turn(
             then(tracer, logits, caches)
 
     logits, caches = read_prompt(
-        model, context.layers, groups, context.size, context.caches, compiler, last, flush_and_then
+        model, context.layers, groups, context.size, context.held, compiler, last, flush_and_then
     )
     if interval is not None:
         compile_flush(compiler, caches, interval)
@@ -149,7 +149,7 @@ def further_turn(
     flushed = interval is not None or active.all()
     return dataclasses.replace(
         context,
-        caches=caches,
+        held=caches,
         logits=jnp.where(active[:, None], logits, context.logits),
         seen=context.seen | put_by_rows(_tokens_of(prompts, model.vocab_size), mesh),
         length=put(length + count, mesh),

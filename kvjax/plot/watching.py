@@ -93,7 +93,7 @@ def watch(
     check_transform(transform, "watch")
     check_count("steps", steps, 1)
     context = read(model, [prompt], transform=transform, max_new=steps + 1)
-    if not any(map(_selects, context.caches)):
+    if not any(map(_selects, context.held)):
         raise ValueError(
             "transform must select what a step attends to, by one method for all heads of a layer, "
             f"got {transform!r}"

@@ -40,6 +40,8 @@ class EncodedPayload(ABC):
     recent: Recent | None
     dtype: Any  # dtype of dense rows
     room = property(lambda self: None if self.recent is None else self.recent.room)
+    beside = property(lambda self: 0 if self.recent is None else self.recent.size)
+    beside_taken = property(lambda self: 0 if self.recent is None else self.recent.count.max())
 
     @abstractmethod
     def read(self, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:

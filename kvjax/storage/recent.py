@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.payload import Moves, free_bytes, take_slots, write_slots
+from kvjax.cache.payload import Moves, free_bytes, resized, take_slots, write_slots
 from kvjax.devices import all_heads
 from kvjax.serialization import pytree_node
 
@@ -97,6 +97,16 @@ class Recent:
         is_shape = isinstance(self.slots, jax.ShapeDtypeStruct)
         taken = 0 if is_shape else int(self.there.sum())
         return free_bytes((self.rows, self.slots), taken, math.prod(self.slots.shape))
+
+    def resized(self, slots: int, size: int) -> Recent:
+        """Cuts or adds free places at the end, up to `size`, beside a body of `slots` slots."""
+        numbers = jnp.where(self.there, self.slots, slots)
+        return dataclasses.replace(
+            self,
+            rows=resized(self.rows, size),
+            slots=resized(numbers, size, fill=slots),
+            nowhere=slots,
+        )
 
     def places(self, index: Int[Array, "B K N"]) -> Int[Array, "B K N"]:
         """Returns the place of each slot of `index`; -1 where its row is not recent."""

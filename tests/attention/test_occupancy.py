@@ -39,7 +39,8 @@ FORMS = {
 def read(method: str, tokens: int, **sizes: int) -> kvjax.Context:
     sizes = {"max_prompt": MAX_PROMPT, "max_new": MAX_NEW, **sizes}
     model, prompt = random_decoder(CONFIG), [[n % 64 for n in range(tokens)]]
-    return kvjax.read(model, prompt, transform=kvjax.parse(method), dtype="float32", **sizes)
+    transform = kvjax.parse(method)
+    return kvjax.read(model, prompt, transform=transform, dtype="float32", **sizes).awake()
 
 
 @pytest.mark.parametrize("method", FORMS)
@@ -76,7 +77,7 @@ def test_groups_of_heads_and_windows():
     context = kvjax.read(
         random_decoder(CONFIG), prompt, transform=tx, max_prompt=MAX_PROMPT, max_new=MAX_NEW,
         dtype="float32",
-    )  # fmt: skip
+    ).awake()  # fmt: skip
     held = context.occupancy
     assert held.live == 8 + 16 + 2 * 23, "a ring's window has room for the query's own token"
     assert held.free == 2 * MAX_NEW + 2

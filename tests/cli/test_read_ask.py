@@ -112,9 +112,9 @@ def test_what_is_kept_is_told(capsys, document, tinystories, tmp_path):
     tokens = len(load_tokenizer(tinystories)(TEXT).input_ids)
     assert said.startswith(f"{tmp_path / 'out'}: {tokens} tokens with streaming_llm in ")
     first, second, third = said.splitlines()
-    assert first.endswith("% of the full cache")
-    assert " for the document (16 slots per head) and " in second
-    assert second.endswith(" of room (1 slots), for questions and answers")
+    assert " at rest, " in first and first.endswith("% of the full cache")
+    assert second.startswith("16 slots per head; ")
+    assert second.endswith(" while it answers, with room for questions and answers")
     assert third.endswith(f"or kvjax chat {tmp_path / 'out'}, goes on from it")
 
 
@@ -154,14 +154,16 @@ def test_room_is_no_more_than_was_asked_for(read, tmp_path):
     """A method with room for 256 tokens of questions gets what may be asked, and no padding."""
     sizes = "--max-questions", "64", "--max-new", "8"
     record = read("--method", "kvzip", "--budget", "20", *sizes)
-    assert (record["kept_slots"], record["room_slots"]) == (20, 64 + 8)
+    assert (record["kept_slots"], record["room_slots"]) == (20, 0)
     assert record["kept_bytes"] + record["room_bytes"] == record["cache_bytes"]
+    slot, left = divmod(record["awake_bytes"] - record["cache_bytes"], 64 + 8)
+    assert slot > 0 and not left
     assert context_about(tmp_path / "out")["method"] == "kvzip"
     few = "--max-questions", "16", "--max-new", "8"
     record = read(*few, "--method", "kvzip(room=16)", "--budget", "20")
-    assert record["room_slots"] == 16 + 8
+    assert record["awake_bytes"] - record["cache_bytes"] == (16 + 8) * slot
     record = read("--max-questions", "3", "--max-new", "8")
-    assert (record["kept_slots"], record["room_slots"]) == (record["prompt_tokens"], 3 + 8)
+    assert record["kept_slots"] == record["prompt_tokens"]
 
 
 @pytest.mark.slow
@@ -169,14 +171,14 @@ def test_a_form_that_takes_no_more_and_loses_nothing_is_named(capsys, read, docu
     """As of a text so short that a share of it and the room are nearly all of it."""
     record = read("--method", "kvzip", "--budget", "0.5")
     whole = record["whole"]
-    assert whole["method"] == "quantize" and whole["cache_bytes"] < record["cache_bytes"]
-    assert read("--method", "quantize")["cache_bytes"] == whole["cache_bytes"]
+    assert whole["method"] == "quantize" and whole["cache_bytes"] < record["awake_bytes"]
+    assert read("--method", "quantize")["awake_bytes"] == whole["cache_bytes"]
     assert read("--method", "full")["whole"] is None
     assert read("--method", "h2o", "--budget", "16")["whole"] is None
     args = ["read", document, "--out", document.parent / "out", "--model", tinystories]
     assert main([str(arg) for arg in (*args, "--method", "kvzip", "--budget", "0.5")]) == 0
     err = capsys.readouterr().err
-    assert "kvzip takes no less than quantize, which keeps every token in " in err
+    assert "kvzip takes no less with its room than quantize, which keeps every token in " in err
     assert err.count("\n") == 1
 
 

@@ -12,6 +12,7 @@ import pytest
 
 import kvjax
 from kvjax import CaM, Every, KVCrush, Quantize, WhenFull, chain
+from kvjax.attention.resting import resize, rounded, sizes_at_rest, sizes_of
 from kvjax.budgets.budgets import slots_for
 from kvjax.compose.chain import parts_of
 from kvjax.compose.foreseen import rewrites
@@ -38,6 +39,7 @@ from tests.support.attending import (
     prompt,
     right,
     run,
+    same_arrays,
     shapes_of_run,
     slots_of,
     structure,
@@ -397,6 +399,30 @@ def test_an_empty_step_changes_nothing(name):
     out, cache = decode(CASES[name], ragged.caches[-1], tokens(), now)
     close(np.asarray(out)[1], np.zeros_like(out[1]), "exact")
     same_slots(name, cache, [1], ragged.caches[-1], [1], "exact")
+
+
+@every_case
+def test_a_rest_changes_nothing(name):
+    """Neither a bit of what is stored nor what a later step gives, with rows that wait."""
+    before = standard(name).caches[-1]
+    (sizes,), (least,) = sizes_of((before,)), sizes_at_rest((before,))
+    at_rest = resize(before, least)
+    live = [np.asarray(part.cache.kv.live) for part in every_part(name, before)]
+    for slots, size, most in zip(live, least, sizes, strict=True):
+        used = slots.any((0, 1)).nonzero()[0].max() + 1
+        assert size.slots == min(rounded(int(used)), most.slots)
+    assert (kvjax.nbytes(at_rest) < kvjax.nbytes(before)) == (least != sizes)
+    after = resize(at_rest, sizes)
+    assert structure(after) == structure(before)
+    same_slots(name, after, range(3), before, range(3), "exact")
+    for part, twin in zip(every_part(name, after), every_part(name, before), strict=True):
+        same_arrays(part.cache.state, twin.cache.state)
+    now = np.array(LENGTHS)[:, None] + STEPS
+    (out, cache), (expected, other) = (
+        decode(CASES[name], each, tokens(), now) for each in (after, before)
+    )
+    close(out, expected, "exact")
+    same_slots(name, cache, range(3), other, range(3), "exact")
 
 
 @every_case

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
+from kvjax.attention.layer import layer_caches
 from tests.devices.many_devices import generate, model, prompts, transform
 from tests.support.conversations import arrays, conversation
 from tests.support.tolerances import TOLERANCES
@@ -94,6 +95,26 @@ def placed() -> bool:
     return parts == [keys.size // 8, *(x.size // 4 for x in weights)]
 
 
+def rested() -> bool:
+    """A context at rest has as many slots on eight devices, divided as when it is awake."""
+    groups_of_slots = transform("quantize(bits=4, key_axis='channel')")
+    for method in (by_head(), groups_of_slots):
+        one, many = (
+            kvjax.read(own, prompts(), transform=method, max_prompt=320, dtype="float32")
+            for own in (model(), model(2, 4))
+        )
+        awake, whole = many.awake(), many.nbytes == one.nbytes < one.awake_nbytes
+        same = jax.tree.map(lambda x, y: np.array_equal(x, y), many.held, awake.at_rest().held)
+        shardings = (
+            [x.sharding for x in jax.tree.leaves([part.kv for part in layer_caches(caches)])]
+            for caches in (many.held, awake.held)
+        )
+        places = all(a.spec == b.spec for a, b in zip(*shardings, strict=True))
+        if not (whole and places and all(jax.tree.leaves(same))):
+            return False
+    return True
+
+
 def refused() -> bool:
     """A context is not taken to a model that lies elsewhere."""
     context = kvjax.read(model(), prompts(), max_prompt=320, dtype="float32")
@@ -144,6 +165,7 @@ if __name__ == "__main__":
         "rows that cannot be divided": same_tokens(transform("h2o"), 2, 4, rows=3),
         "rows alone": same_tokens(transform("snapkv"), 4, 1),
         "placed": placed(),
+        "rested": rested(),
         "refused": refused(),
         "kernels": kernels(),
         "sinks": sinks(),

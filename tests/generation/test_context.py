@@ -130,7 +130,7 @@ def test_donating_gives_the_memory_away():
 def test_what_a_context_says():
     context = read("snapkv")
     assert context.rows == 3 and context.max_prompt == 128 and context.max_new == 64
-    assert context.nbytes == nbytes(context.caches) and context.dropped == 0
+    assert context.awake_nbytes == nbytes(context.caches) and context.dropped == 0
     assert context.length.tolist() == context.prompt_tokens.tolist() == [53, 9, 41]
     with pytest.raises(ValueError, match="one row"):
         context.repeat(2)
@@ -287,7 +287,7 @@ def questions(turn: int) -> list[list[int] | None]:
 def test_20_turns_stay_within_the_bound(name, most):
     """Of slots and bytes; what keeps everything keeps exactly what was said."""
     context = read(name)
-    size, length = context.nbytes, np.array([len(row) for row in RAGGED])
+    size, length = context.awake_nbytes, np.array([len(row) for row in RAGGED])
     for turn in range(TURNS):
         asked = questions(turn)
         answer = generate(asked, context, max_new_tokens=NEW, donate=True)

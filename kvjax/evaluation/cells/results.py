@@ -33,7 +33,7 @@ class Row(NamedTuple):
       slots: the budget as slots of a prompt of mean length, rounded down; None if the method has no
         budget.
       live_slots: slots in use after the prompt, a mean over layers, rows and lists.
-      cache_bytes, full_cache_bytes: mean bytes of a prompt's cache, and of its full cache.
+      cache_bytes, full_cache_bytes: mean bytes of a prompt's cache at rest, and of its full cache.
       dropped: tokens that found no free slot.
       depths: estimate of the score at each depth.
       nothing: mean score without the document, for `squad`.

@@ -306,10 +306,10 @@ class _Measure:
         def answer(context: Context) -> Measured:
             if len(documents) < len(rows):
                 context = context.take(rows)
-            # Counted first: the context may be donated.
-            live_slots = _live_slots(context)
+            # Counted first: `generate` takes the context over, and gives it room.
+            counted = {"live_slots": _live_slots(context), **_sizes(context)}
             prompt_tokens = [len(case.prompt) for case in cases]
-            return {"live_slots": live_slots, "prompt_tokens": prompt_tokens, **measure(context)}
+            return {"prompt_tokens": prompt_tokens, **counted, **measure(context)}
 
         yield from self._each(
             list(map(list, documents)), candidates, answer, question_length, most_new
@@ -335,8 +335,6 @@ class _Measure:
             return {
                 "scores": scores, "depths": [case.depth for case in cases], "texts": texts,
                 "new_tokens": [len(tokens) for tokens in result.tokens],
-                "cache_bytes": result.cache_bytes // len(cases),
-                "full_cache_bytes": result.full_cache_bytes // len(cases),
                 "dropped": result.dropped,
             }  # fmt: skip
 
@@ -360,7 +358,7 @@ class _Measure:
             losses = _finite(answer_nll(self.model, context, answers, questions))
             return {
                 "scores": losses.tolist(), "nothing": nothing(),
-                "passages": [case.details["passage"] for case in cases], **_sizes(context),
+                "passages": [case.details["passage"] for case in cases],
             }  # fmt: skip
 
         return measure
@@ -373,9 +371,10 @@ class _Measure:
         rows = rows[unit.first : unit.stop]
 
         def loss(context: Context) -> Measured:
+            sizes = _sizes(context)
             nll = _finite(context_nll(self.model, context, rows[:, prompt:]))
             quarters = [part.mean() for part in np.array_split(nll, 4, axis=1)]
-            return {"scores": nll.mean(1).tolist(), "quarters": quarters, **_sizes(context)}
+            return {"scores": nll.mean(1).tolist(), "quarters": quarters, **sizes}
 
         most_new = rows.shape[1] - prompt
         yield from self._each(rows[:, :prompt].tolist(), candidates, loss, 0, most_new)
@@ -485,7 +484,15 @@ def _failed(error: Exception) -> Measured:
     return {"failed": f"{type(error).__name__}: {reason}"[:300], "seconds": 0.0}
 
 
+def _sizes(context: Context) -> Measured:
+    """Returns the bytes of a row at rest, and those of the full cache."""
+    return {
+        "cache_bytes": context.nbytes // context.rows,
+        "full_cache_bytes": context.full_nbytes // context.rows,
+    }
+
+
 def _live_slots(context: Context) -> float:
     """Returns the slots in use after the prompt, a mean over layers, rows and lists."""
-    layers = ([part.kv.live.sum(-1) for part in layer_caches(cache)] for cache in context.caches)
+    layers = ([part.kv.live.sum(-1) for part in layer_caches(cache)] for cache in context.held)
     return float(np.mean([np.concatenate(lists, axis=1).mean() for lists in layers]))

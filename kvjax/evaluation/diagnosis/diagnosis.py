@@ -219,7 +219,7 @@ def diagnose(
         report(done, total, candidate.name)
         context = run.context(transform)
         finding = Finding(
-            candidate, judge(run, context), memory_bytes(context.caches)["device"],
+            candidate, judge(run, context), memory_bytes(context.held)["device"],
             context.full_nbytes, context.dropped,
         )  # fmt: skip
         findings.append(finding)

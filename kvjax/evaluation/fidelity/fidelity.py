@@ -275,7 +275,7 @@ def judge(run: FullRun, context: Context, budget: int | None = None) -> Fidelity
       budget: as in `measure_fidelities`.
     """
     # Layers are judged one by one but flushed together, as often as the most frequent one needs.
-    interval = flush_interval(context.caches)
+    interval = flush_interval(context.held)
     turns = run.turns or [None] * len(context.layers)
     layers = zip(context.layers, context.caches, turns, run.truth, strict=True)
     figures = [

@@ -108,17 +108,17 @@ class FullRun:
             model, prompts, [full, *transforms], max_prompt=longest + question_length,
             max_new=new_tokens, buckets=[longest], document=document,
         )  # fmt: skip
-        context = self._once.context(full)
+        context = self._once.context(full).awake()
         self.turns: tuple[Turn, ...] | None = None
         if questions is not None:
             context = further_turn(
                 model, context, questions, [question_length], Compiler(), last=False
             )
-            self.turns = tuple(map(_turn, context.caches))
-            context = dataclasses.replace(context, caches=_compressed(context.caches))
+            self.turns = tuple(map(_turn, context.held))
+            context = dataclasses.replace(context, held=_compressed(context.held))
         self.start = context.length
         self.truth = _new_tokens(
-            context.layers, new_tokens, model, context.logits, context.length, context.caches
+            context.layers, new_tokens, model, context.logits, context.length, context.held
         )
 
     def context(self, transform: KVTransform) -> Context:

@@ -119,7 +119,7 @@ def answer_nll(
     check_turn(functional, context, questions, longest)
     if questions is not None:
         # Reading the questions donates the caches.
-        context = context.repeat(rows) if context.rows < rows else context.copy()
+        context = context.take(range(rows) if context.rows == rows else [0] * rows).awake()
         context = further_turn(functional, context, questions, None, Compiler())
     # Answers of other lengths then share compiled code.
     tokens, positions = pad(answers, -(-longest // _STEPS) * _STEPS)
@@ -139,7 +139,7 @@ def _losses(
     Raises:
       ValueError: written tokens of the context wait for a flush.
     """
-    if flush_interval(context.caches) is not None and int(context.waiting):
+    if flush_interval(context.held) is not None and int(context.waiting):
         raise ValueError(
             "context must be from kvjax.read or kvjax.evaluation.ReadOnce, got one in which "
             f"{int(context.waiting)} written tokens wait for a flush"

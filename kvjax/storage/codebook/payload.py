@@ -13,7 +13,15 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from kvjax.cache.payload import Moves, Slots, free_bytes, of_rows, take_slots, write_slots
+from kvjax.cache.payload import (
+    Moves,
+    Slots,
+    free_bytes,
+    of_rows,
+    resized,
+    take_slots,
+    write_slots,
+)
 from kvjax.devices import all_heads, own_heads
 from kvjax.serialization import pytree_node, static_value
 from kvjax.storage.encoded_attention import EncodedPayload
@@ -104,7 +112,16 @@ class CodebookPayload(EncodedPayload):
     shape = property(lambda self: (*self.index.shape, self.entries.shape[3]))
     dtype = property(lambda self: self.entries.dtype)
     room = property(lambda self: self.book.interval - self.waiting)
+    beside = property(lambda self: self.entries.shape[2])
+    _heads = property(lambda self: (self.book.heads or self.index.shape[1]) // self.book.copies)
     _references = property(lambda self: References(self.entries, self.index, self.magnitude))
+
+    @property
+    def beside_taken(self) -> Int[Array, ""]:
+        """Number of entries, or of all of them with the new vectors behind them."""
+        waiting = self.waiting.max()
+        new = self.book.entries + waiting * self._heads
+        return jnp.where(waiting > 0, new, self.count.max())
 
     def read(self, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:
         """Decodes rows: all slots, or those of `index`."""
@@ -167,12 +184,15 @@ class CodebookPayload(EncodedPayload):
         """
         index = self.index.shape
         slots = free_bytes((self.index, self.magnitude), live, math.prod(index))
-        batch, new = index[0], self.entries.shape[2] - self.book.entries
-        taken = batch * self.book.entries
+        taken = index[0] * self.book.entries
         if not isinstance(self.count, jax.ShapeDtypeStruct):
-            waiting = new // self.book.interval * int(self.waiting.sum())
-            taken = int(self.count.sum()) + waiting
+            taken = int(self.count.sum()) + self._heads * int(self.waiting.sum())
         return slots + free_bytes(self.entries, taken, math.prod(self.entries.shape[:3]))
+
+    def resized(self, slots: int, beside: int) -> CodebookPayload:
+        """Cuts or adds free slots, and entries behind those in use."""
+        payload = self._with(lambda x: resized(x, slots))
+        return dataclasses.replace(payload, entries=resized(self.entries, beside))
 
     def _entries_of(self, slots: Int[Array, "B H S"]) -> Int[Array, "B H S"]:
         """Returns the entries of slots (-1: none); -1 where a vector is not encoded yet."""
@@ -188,7 +208,7 @@ class CodebookPayload(EncodedPayload):
         place = self.waiting[:, None] + jnp.cumsum(stored, axis=1, dtype=jnp.int32) - 1
         # A place beyond the last one writes nothing.
         place = jnp.where(stored, place, self.book.interval)[:, None]
-        heads = (self.book.heads or lists) // copies
+        heads = self._heads
         rows = all_heads(rows[:, ::copies], heads)
         head = jax.lax.broadcasted_iota(jnp.int32, (batch, heads, tokens), 1)
         entry = self.book.entries + place * heads + head

@@ -72,6 +72,8 @@ class Offloaded:
     shape = property(lambda self: (*self.store.shape[:2], self.recent.nowhere, self.store.shape[3]))
     dtype = property(lambda self: self.store.dtype)
     room = property(lambda self: self.recent.room)
+    beside = property(lambda self: self.recent.size)
+    beside_taken = property(lambda self: self.recent.count.max())
 
     def read(self, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:
         """Reads rows to the device: all slots, which copies the store, or those of `index`."""
@@ -130,6 +132,20 @@ class Offloaded:
         """Returns the bytes of free slots, of rows without a slot, and of free recent places."""
         places = math.prod(self.store.shape[:3])
         return free_bytes(self.store, live, places) + self.recent.free_bytes
+
+    def resized(self, slots: int, beside: int) -> Offloaded:
+        """Cuts or adds free slots and places; the device holds one row of the batch at a time."""
+        batch, heads, _, head_dim = self.store.shape
+        size = slots + beside
+
+        def move(row: Int[Array, ""], store: Array) -> Array:
+            rows = jax.lax.dynamic_slice_in_dim(self.store, row, 1)
+            rows = to_host(jax.device_put(rows, jax.memory.Space.Device)[:, :, :size])
+            return jax.lax.dynamic_update_slice_in_dim(store, rows, row, 0)
+
+        empty = to_host(jnp.zeros((batch, heads, size, head_dim), self.dtype))
+        store = jax.lax.fori_loop(0, batch, move, empty)
+        return Offloaded(store, self.recent.resized(slots, beside))
 
     def _filled(self, rows: Float[Array, "B H S D"], cleared: Bool[Array, " B"]) -> Offloaded:
         """Replaces the rows in host memory; `cleared` rows of the batch lose their recent ones."""

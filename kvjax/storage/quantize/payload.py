@@ -19,6 +19,7 @@ from kvjax.cache.payload import (
     equal_rows,
     free_bytes,
     of_rows,
+    resized,
     take_slots,
     write_slots,
 )
@@ -218,6 +219,15 @@ class Quantized(EncodedPayload):
         slots = math.prod(self.encoded.values.shape[:3])
         waiting = 0 if self.recent is None else self.recent.free_bytes
         return free_bytes(self.encoded, live, slots) + waiting
+
+    def resized(self, slots: int, beside: int) -> Quantized:
+        """Cuts or adds free slots at the end, in whole groups, and free places of recent rows."""
+        before, together = self.encoded.values.shape[2], self.form.together
+        after = -(-slots // together) * together
+        # Scales of groups are fewer than slots.
+        resized_body = self._each(lambda x: resized(x, after // (before // x.shape[2])))
+        recent = None if self.recent is None else self.recent.resized(slots, beside)
+        return dataclasses.replace(resized_body, recent=recent, slots=slots)
 
     def _encode_all(self, rows: Float[Array, "B H S D"], slots: Slots) -> Quantized:
         """Encodes all rows at a prompt's end; rows that were encoded before stay as they are."""
