@@ -453,14 +453,6 @@ def _finite(losses: Float[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
     return losses.astype(np.float64)
 
 
-def _sizes(context: Context) -> Measured:
-    """Returns the bytes of a row's cache, and of its full cache."""
-    return {
-        "cache_bytes": context.nbytes // context.rows,
-        "full_cache_bytes": context.full_nbytes // context.rows,
-    }
-
-
 def _per_layer(fidelity: Fidelity) -> Measured:
     recall = fidelity.recall.astype(np.float64).mean((1, 2))
     error = fidelity.error.astype(np.float64).mean(1)
