@@ -120,7 +120,7 @@ def filled(
     caches = tuple(jax.tree.map(copied, of_method[layer]) for layer in layers)
     length = np.full(rows, tokens, np.int32)
     return kvjax.Context(
-        caches=caches, logits=jnp.zeros((rows, config.vocab_size), jnp.float32),
+        held=caches, logits=jnp.zeros((rows, config.vocab_size), jnp.float32),
         seen=jnp.zeros((rows, config.vocab_size), bool), length=jnp.asarray(length),
         prompt_tokens=jnp.array(length), new_tokens=jnp.zeros(rows, jnp.int32),
         waiting=jnp.zeros((), jnp.int32), transform=transform, layers=layers,
