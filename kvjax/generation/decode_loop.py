@@ -290,6 +290,8 @@ class Writing:
         # Padded like a prompt, so that few sizes of the loop and of caches are compiled.
         self._room = bucket(options.max_new_tokens, None, None)
         self._result: Generation | None = None
+        # Caches at rest that were copied, and are freed when nothing can be refused any more.
+        self._given_away: tuple[Cache, ...] = ()
 
     def read(self, prompts: Rows | None, context: Context | None) -> Writing:
         """Reads the prompts, chooses the first token of each row, and returns itself."""
@@ -350,7 +352,7 @@ class Writing:
                 then=functools.partial(self._trace_loop, context.layers, prompts),
             )  # fmt: skip
         if options.donate and given.resting and given.rows == context.rows:
-            delete(given.held)
+            self._given_away = given.held
         return context
 
     @property
@@ -377,6 +379,7 @@ class Writing:
         about `_STREAM_SECONDS` at the speed of the chunk before it.
         """
         self._compile_loop(self._compiler, self._context.layers, self._loop, self._waiting)
+        delete(self._given_away)
         step, sent, chunk = 1, 0, 1 if self._streaming else self._max_new_tokens
         while True:
             over = step >= self._max_new_tokens or bool(np.asarray(self._loop.done).all())
