@@ -54,8 +54,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     # The default method keeps every token: questions are not known when the document is read.
     options.add_method(parser, default=_METHOD)
     parser.add_argument("--bytes", metavar="SHARE", type=float,
-        help="take the composition that measures best for this share of the bytes of the full "
-        "cache in bfloat16, such as 0.1, in place of --method")  # fmt: skip
+        help="take the composition of kvjax.smallest for this share of the bytes of the full cache "
+        "in bfloat16, such as 0.1, in place of --method")  # fmt: skip
     parser.add_argument("--max-questions", metavar="TOKENS", type=int,
         help="room for the tokens of questions, also that of kvzip (default: 256, or fewer if the "
         "method has room for fewer)")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Chooses the composition that measures best for a number of bytes."""
+"""Chooses a composition for a share of the full cache's bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TOKENS = 4096  # of the caches whose bytes are counted
 
 
 def smallest(share: float, *, head_dim: int, room: int = 256) -> KVTransform:
-    """Returns the composition for documents that measures best for a share of the full cache.
+    """Returns a composition for documents that takes a share of the full cache's bytes at rest.
 
     The share is of the bytes that the full cache takes in bfloat16. Room for questions comes on
     top. Where the share allows it, every token stays: in 8 bits, or with keys in 8 bits and values
