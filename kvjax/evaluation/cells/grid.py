@@ -24,9 +24,9 @@ METHODS = (
     "quest", "quantize",
 )  # fmt: skip
 ALL_METHODS = (
-    "full", "streaming_llm", "h2o", "snapkv", "kvzip", "by_head(kvzip)", "chelsea", "kvmerger",
-    "kvcrush(snapkv)", "pyramidkv", "pyramidinfer", "cam(streaming_llm)", "clusterkv", "quest",
-    "infinigen", "layer_budget", "spindlekv",
+    "full", "streaming_llm", "h2o", "snapkv", "kvzip", "by_head(kvzip)", "own_queries", "chelsea",
+    "kvmerger", "kvcrush(snapkv)", "pyramidkv", "pyramidinfer", "cam(streaming_llm)", "clusterkv",
+    "quest", "infinigen", "layer_budget", "spindlekv",
 )  # fmt: skip
 BUDGETS = (0.1, 0.2)
 LENGTHS = (512, 2048)
