@@ -130,6 +130,7 @@ def test_a_prompt_that_is_no_document_stays_whole():
     assert both.question((8, 3, 5), width=8).kept(0, 0) == [*range(8)]
 
 
+@pytest.mark.slow
 def test_it_passes_the_checks_of_methods():
     tx = kvjax.OwnQueries(0.4, sinks=2, window=2, room=4, piece=8)
     kvjax.testing.check(tx)

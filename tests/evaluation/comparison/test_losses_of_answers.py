@@ -30,6 +30,7 @@ def data(tmp_path) -> Path:
     return write(tmp_path / "squad.json", article("Ham", 4), article("Kew", 4))
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_answers_after_documents(folder, data, monkeypatch):
     """Each passage is read once; with the question inside, each prompt is."""
     read = []
