@@ -108,8 +108,9 @@ class Extent:
       limit: most live slots at any time while decoding, the newest token included; None: whatever
         `prompt + new` allows.
       longest: most prompt tokens of a row; None: `prompt`, where nothing has compressed yet.
-      later: slots of `prompt` that the longest prompt leaves free, for prompts that come later; a
-        turn that is not a document and has more tokens is refused. None: none are set apart.
+      later: slots of `prompt` that the longest prompt leaves free, for prompts that come later.
+      turn: most tokens of a turn that is not a document, beside what is kept of documents; a longer
+        one is refused. None: such turns are prompts as others are.
       pinned: most pinned slots, which stand outside the budget of every evictor.
       interval: M, decode steps after which something is done with the new tokens (`on_flush`, and
         the encoding of payloads); None: nothing is.
@@ -127,7 +128,8 @@ class Extent:
     new: int
     limit: int | None = None
     longest: int | None = None
-    later: int | None = None
+    later: int = 0
+    turn: int | None = None
     pinned: int = 0
     interval: int | None = None
     passed: int | None = None
@@ -157,20 +159,20 @@ class Extent:
     @property
     def kept(self) -> int:
         """Most live slots when a prompt that comes alone is complete."""
-        return min(self.prompt - (self.later or 0), self.total)
+        return min(self.prompt - self.later, self.total)
 
-    def keep(self, slots: int, later: int | None = None) -> Extent:
+    def keep(self, slots: int, turn: int | None = None) -> Extent:
         """At most `slots` remain of a prompt, and the pinned ones; all go to the next layer.
 
         Args:
-          later: slots beside them for prompts that come later.
+          turn: slots beside them for turns that are not documents; None: these have none.
         """
         alone = min(self.prompt, slots + self.pinned)
-        kept = min(self.prompt, alone + (later or 0))
-        later = None if later is None else kept - alone
+        kept = min(self.prompt, alone + (turn or 0))
         return dataclasses.replace(
-            self, prompt=kept, longest=self.longest_prompt, later=later, passed=None
-        )
+            self, prompt=kept, longest=self.longest_prompt, later=kept - alone, turn=turn,
+            passed=None,
+        )  # fmt: skip
 
     def every(self, steps: int) -> Extent:
         """Something is done with the new tokens every `steps` decode steps, or more often."""

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
             candidate = options.candidate(args)
         dialogue = opened.dialogue(args)
         document = dialogue.document(text)
-        max_questions = _max_questions(args, opened.bind(candidate.transform))
+        max_questions = _max_questions(args, opened.bind(candidate.transform), len(document))
         room = max_questions + args.max_new
         transform = with_room_at_most(candidate.transform, max_questions)
         check_prompts(opened.config, [document], opened.bind(transform), room)
@@ -130,20 +130,23 @@ def run(args: argparse.Namespace) -> None:
     print_dropped(args.method, context.dropped)
 
 
-def _max_questions(args: argparse.Namespace, layers: Sequence[kvjax.KVTransform]) -> int:
+def _max_questions(
+    args: argparse.Namespace, layers: Sequence[kvjax.KVTransform], document: int
+) -> int:
     """Returns the most tokens of a question; a line on standard error says if they are few.
 
     Raises:
       ValueError: the method has less room than `--max-questions` asks for, or none at all.
     """
-    limited = longest_turn(layers)
-    if limited is None or (args.max_questions or _MAX_QUESTIONS) <= limited[0]:
-        return args.max_questions or _MAX_QUESTIONS
+    wanted = args.max_questions or _MAX_QUESTIONS
+    limited = longest_turn(layers, document + wanted, args.max_new)
+    if limited is None or wanted <= limited[0]:
+        return wanted
     most, method = limited
     if args.max_questions is not None or not most:
         raise ValueError(
             f"--max-questions must be at most {most}, which {brief(method)} has room for, got "
-            f"{args.max_questions or _MAX_QUESTIONS}"
+            f"{wanted}"
         )
     print_line(f"a question may have {most} tokens, which {brief(method)} has room for", "dim")
     return most

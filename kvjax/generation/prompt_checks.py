@@ -21,8 +21,6 @@ from kvjax.messages import brief
 from kvjax.protocol import Extent, KVTransform
 
 _END_TOKENS = 8  # end tokens are padded to a multiple of it, so that few numbers are compiled
-# Of a cache that is never made, with far more slots than documents take.
-_ROOMY = Extent(prompt=2**20, new=0, longest=2**10)
 
 Rows = Sequence[Sequence[int] | None]  # token ids of each row; None: the row takes no part
 
@@ -143,7 +141,7 @@ def check_turn(
                 f"{total[row] - more[row]} so far and {more[row]} more"
                 + ("" if name == "positions" else f" (kvjax.read takes a larger {name})")
             )
-    limited = longest_turn(context.layers)
+    limited = longest_turn(context.layers, context.max_prompt, context.max_new)
     if limited is None or (document and probe_of(context.layers)):
         return
     most, method = limited
@@ -155,19 +153,23 @@ def check_turn(
         )
 
 
-def longest_turn(layers: Iterable[KVTransform]) -> tuple[int, KVTransform] | None:
+def longest_turn(
+    layers: Iterable[KVTransform], max_prompt: int, max_new: int
+) -> tuple[int, KVTransform] | None:
     """Returns how many tokens a turn may have that is not a document, and the method that says so.
 
     Args:
       layers: one transform per layer.
+      max_prompt, max_new: of the caches.
 
     Returns:
-      The fewest slots that a method sets apart for it; None: no method does.
+      The least number of all methods; None: no method has one.
     """
     parts = [part for layer in dict.fromkeys(layers) for part in walk(layer)]
+    extent = Extent(max_prompt, max_new)
     # Of a method and what is around it, the method comes last.
-    apart = ((part.extent(_ROOMY).later, part) for part in reversed(parts))
-    limited = ((later, part) for later, part in apart if later is not None)
+    turns = ((part.extent(extent).turn, part) for part in reversed(parts))
+    limited = ((turn, part) for turn, part in turns if turn is not None)
     return min(limited, key=operator.itemgetter(0), default=None)
 
 

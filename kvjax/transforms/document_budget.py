@@ -136,7 +136,7 @@ class DocumentBudget(PromptBudget):
     def extent(self, extent: Extent) -> Extent:
         """Bounds documents to the budget; questions have `room`, and new tokens come on top."""
         documents = most_slots(self.budget, extent.longest_prompt, self.minimum)
-        return extent.keep(documents, later=self.room)
+        return extent.keep(documents, turn=self.room)
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Any]:
         """Adds the column that marks tokens of documents, and makes the table of budgets."""
