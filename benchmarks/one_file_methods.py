@@ -61,10 +61,7 @@ def main() -> None:
     os.chdir(out)
     write_gate(Path("gate.py"))
     methods = [
-        form.replace("METHOD", method.replace("BUDGET", f"budget={budget}"))
-        for form in ("METHOD", "by_head(METHOD)")
-        for method in METHODS
-        for budget in BUDGETS
+        method.replace("BUDGET", f"budget={budget}") for method in METHODS for budget in BUDGETS
     ]
     common = [
         "--import", "gate.py", "--import", str(ASKED), "--method", ",".join(methods), "--text",
