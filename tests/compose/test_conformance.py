@@ -102,9 +102,10 @@ def slot_bytes(name: str) -> int:
         return 2 * (2 + 4)  # an index, a magnitude
     if encoded is None:
         return 2 * HEAD_DIM * 4
-    if encoded.bits == 8:
-        return 2 * (HEAD_DIM + 4)
-    return 2 * (HEAD_DIM // 2 + 2 * HEAD_DIM // GROUP * 4)  # scale and least value of each group
+    eight = HEAD_DIM + 4
+    four = HEAD_DIM // 2 + 2 * HEAD_DIM // GROUP * 4  # scale and least value of each group
+    values = eight if encoded.bits == 8 else four
+    return values + (eight if encoded.key_bits == 8 else values)
 
 
 @functools.cache
