@@ -18,12 +18,13 @@ import json
 import os
 from pathlib import Path
 
-import jax
 from common import environment
 from smollm2 import run_command
 
 import kvjax
+from kvjax.evaluation.cells.files import read_results
 from kvjax.files import write_whole
+from kvjax.transforms.smallest import bytes_of_slot
 
 PROFILE = "heads.safetensors"
 FORMS = {
@@ -45,7 +46,6 @@ MEASURED = {  # shares at which forms are measured; all others at the first two
     "h2o": (0.06,), "own queries, 8 bits": (0.06,),
 }  # fmt: skip
 WHOLE = ("quantize(bits=4)", "quantize")
-TOKENS = 4096  # of the cache whose bytes are counted
 TASKS = {
     "squad": ("--cases", "30"),
     "niah_single_2": ("--cases", "20", "--max-new", "16"),
@@ -53,37 +53,32 @@ TASKS = {
 }
 
 
-def bytes_of(text: str, head_dim: int) -> float:
-    """Returns the bytes of a slot in bfloat16, keys and values and all that stands beside them."""
-    tx = kvjax.parse(text)
-    size = {"batch": 1, "kv_heads": 1, "head_dim": head_dim, "max_new": 0, "dtype": "bfloat16"}
-    cache = jax.eval_shape(lambda: kvjax.init_cache(tx, max_prompt=TOKENS, **size))
-    return kvjax.nbytes(cache) / cache.kv.slots
-
-
 def methods(head_dim: int) -> dict[str, tuple[str, float, float]]:
     """Returns, by the text of a method, its name here, its share of the bytes and its budget."""
-    full, every = bytes_of("full", head_dim), {}
+    full, every = bytes_of_slot(kvjax.Full(), head_dim), {}
     for name, form in FORMS.items():
         for share in MEASURED.get(name, SHARES[:2]):
-            slot = bytes_of(form.replace("BUDGET", "budget=0.5"), head_dim)
+            slot = bytes_of_slot(kvjax.parse(form.replace("BUDGET", "budget=0.5")), head_dim)
             budget = round(share * full / slot, 4)
             text = form.replace("BUDGET", f"budget={budget}")
             if name in BY_HEAD:
                 text = f"by_head({text}, profile='{PROFILE}')"
             every[text] = name, share, budget
     for text in WHOLE:
-        every[text] = text, round(bytes_of(text, head_dim) / full, 4), 1.0
+        share = round(bytes_of_slot(kvjax.parse(text), head_dim) / full, 4)
+        every[text] = text, share, 1.0
     return every
 
 
 def rows(out: Path, every: dict[str, tuple[str, float, float]]) -> list[dict]:
     """Returns the rows of all compositions, from the results of `kvjax eval`."""
-    found = {}
+    found: dict[str, dict[str, dict]] = {}
     for task in TASKS:
-        results = json.loads((out / f"{task}_{out.name}" / "results.json").read_text())
-        for row in results["rows"]:
-            found.setdefault(row["method"], {})[task] = row
+        for row in read_results(out / f"{task}_{out.name}").rows():
+            kept = {"score": row.score, "recovery": row.recovery}
+            figures = {name: x._asdict() for name, x in kept.items() if x is not None}
+            figures["cache_bytes"] = row.cache_bytes
+            found.setdefault(row.method, {})[task] = figures
     return [
         {"name": name, "share": share, "budget": budget, "method": text, "tasks": found.get(text)}
         for text, (name, share, budget) in {"full": ("full", 1.0, 1.0), **every}.items()

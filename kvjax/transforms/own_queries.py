@@ -19,6 +19,7 @@ from kvjax.serialization import named
 from kvjax.transforms.document_budget import DocumentBudget, relative_size
 from kvjax.transforms.kvzip.kvzip import KVzip
 from kvjax.transforms.pooling import check_kernel, pool
+from pallas_kernels.base.logits import capped
 
 # A token that few tokens follow would get a large mean from one of them that looks back.
 LEAST_FOLLOWERS = 32
@@ -247,8 +248,5 @@ def _logits(
 ) -> Float[Array, "B H G P N"]:
     """Returns the logits of an attention, -inf where a key is not seen."""
     scale, _, soft_cap = step.options.mask
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    logits = jnp.einsum("bhgpd,bhnd->bhgpn", q, k) * scale
-    if soft_cap is not None:
-        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    logits = capped(jnp.einsum("bhgpd,bhnd->bhgpn", q, k) * scale, soft_cap)
     return jnp.where(seen, logits, -jnp.inf)

@@ -32,8 +32,8 @@ def smallest(share: float, *, head_dim: int, room: int = 256) -> KVTransform:
       room: slots for questions and answers of earlier turns; 256.
 
     Raises:
-      TypeError, ValueError: `share` is not a number in (0, 1], or leaves no token beside the sinks
-        of a document of 4,096 tokens; `head_dim` is odd or below 2.
+      TypeError, ValueError: `share` is not a number in (0, 1], or so small that it leaves less than
+        a ten-thousandth of the tokens; `head_dim` is odd or below 2.
 
     Example:
       >>> import kvjax
@@ -47,16 +47,16 @@ def smallest(share: float, *, head_dim: int, room: int = 256) -> KVTransform:
     group = math.gcd(GROUP, head_dim)
     group = None if group == GROUP else group
     four = Quantize(4, group)
-    full = _bytes_of_slot(Full(), head_dim)
+    full = bytes_of_slot(Full(), head_dim)
     for form in (Quantize(8), Quantize(4, group, key_bits=8), Quantize(4, group, "token")):
-        if _bytes_of_slot(form, head_dim) <= share * full:
+        if bytes_of_slot(form, head_dim) <= share * full:
             return form
     scored = chain(OwnQueries(0.5, room=room), four)
-    budget = math.floor(1e4 * share * full / _bytes_of_slot(scored, head_dim)) / 1e4
+    budget = math.floor(1e4 * share * full / bytes_of_slot(scored, head_dim)) / 1e4
     return ByHead(chain(OwnQueries(budget, room=room), four))
 
 
-def _bytes_of_slot(transform: KVTransform, head_dim: int) -> float:
+def bytes_of_slot(transform: KVTransform, head_dim: int) -> float:
     """Returns the bytes of a slot of one head, with all that stands beside its key and value."""
     cache = jax.eval_shape(
         lambda: init_cache(

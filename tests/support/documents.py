@@ -81,7 +81,7 @@ class Documents:
         return np.asarray(out)
 
     def of_head(self, new, where, row: int, head: int):
-        """What a reference takes: rotated queries and keys of a row and head."""
+        """Returns queries and keys, rotated, and values of a row and head, for a reference."""
         q, k, v = (x.astype(np.float64)[row] for x in new)
         at = where[row]
         q, k, v = q[self.of(head)], k[head], v[head]

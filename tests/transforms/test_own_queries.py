@@ -65,7 +65,7 @@ def test_documents_questions_and_answers(name):
 
 
 def test_a_question_comes_first():
-    """Its tokens hold the positions of sinks, as far as they stay."""
+    """The question's tokens have the positions of sinks, as far as they stay."""
     both = Documents(budget=12, room=10).question((8, 16, 0), width=16)
     both.document((40, 24, 2)).document((10, 3, 50))
 
