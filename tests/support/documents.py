@@ -87,7 +87,7 @@ class Documents:
         q, k, v = q[self.of(head)], k[head], v[head]
         if self.rope is None:
             return q, k, v, at
-        q, k = (rotate(x, at, INV_FREQ, self.rope.factor) for x in (q, k))
+        q, k = (rotate(x, at, self.rope.inv_freq, self.rope.factor) for x in (q, k))
         return q, k, v, at
 
     def read(self, counts, side: str, chunks: int, last: bool) -> None:
