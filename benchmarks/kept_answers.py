@@ -1,0 +1,309 @@
+"""Answers of compositions that keep part of a document: prose and needles against bytes.
+
+    python benchmarks/kept_answers.py --model FOLDER --text essays.txt --data dev-v2.0.json \\
+        --sample wikitext2.valid.txt --out benchmarks/results/kept_answers_smollm2.json
+
+Documents have 1,400 tokens, and all questions come when they have been read and compressed. Ten
+passages of SQuAD have ten questions each (`prose`); twelve documents of essays have four needles
+each, of which each is asked for (`several`), and twelve have a single one (`single`). Needles are
+spread evenly over a document.
+
+- `recovery` of prose, in per cent: (nothing kept − method) / (nothing kept − full), of the losses
+  of right answers in nats per token, with an interval over passages. With nothing kept, sinks stay.
+- `single`, `several`: share of the needles that greedy decoding writes, with intervals. `by_depth`:
+  those of both, by quarters of the document.
+- `bytes`: of the cache when the document has been read, without room, as a share of those of the
+  full cache in bfloat16. The composition's own storage is counted (`kvjax.generation.planning`), in
+  bfloat16.
+
+Methods that score documents answer from the slots of the full cache (`kept_documents.py`): a test
+shows that they answer as real storage does. All others use their own storage. Each document is read
+once for each probe. Rows go into `--cells`, a document and a composition at a time, and a run that
+was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from common import Rows, save
+from kept_documents import ReadDocument, chosen_by, form_of, method_of
+
+import kvjax
+from kvjax.evaluation import Estimate, answer_nll, is_right
+from kvjax.evaluation.tasks import Frame, squad
+from kvjax.evaluation.tasks.encoder import Encoder, sentences_of
+from kvjax.evaluation.tasks.wording import HELD_OUT_ADJECTIVES, HELD_OUT_NOUNS, WORDINGS
+from kvjax.generation.planning import plan
+from kvjax.models import from_pretrained, load_tokenizer
+
+PASSAGES, NEEDLES = 10, 4  # questions of a passage, and needles of a document with several
+NEW, ROOM = 24, 96  # tokens of an answer and of a question, at most
+SAMPLE_TEXTS, SAMPLE_TOKENS = 3, 1024  # of the profile
+
+OWN, KVZIP = "own_queries", "kvzip"
+FOUR, FOUR_EIGHT, EIGHT = "quantize(bits=4)", "quantize(bits=4, key_bits=8)", "quantize"
+
+
+def by_head(method: str, budget: float, form: str = "", **options: object) -> str:
+    """Returns the text of a composition with a profile of heads."""
+    listed = "".join(f", {name}={value}" for name, value in options.items())
+    text = f"{method}(budget={budget}, room={ROOM}{listed})"
+    return f"by_head(chain({text}, {form}))" if form else f"by_head({text})"
+
+
+BUDGETS = (0.05, 0.1, 0.2, 0.3, 0.5)
+IN_4_BITS = (0.0441, 0.0881, 0.1762, 0.3, 0.5)  # the first three: 1.5, 3 and 6 % of the bytes
+FRONTIER = (
+    *(by_head(OWN, budget, FOUR) for budget in IN_4_BITS),
+    *(by_head(KVZIP, budget, FOUR) for budget in IN_4_BITS),
+    *(by_head(OWN, budget, form) for budget in (0.1, 0.2, 0.5) for form in (FOUR_EIGHT, EIGHT)),
+    *(by_head(method, budget) for method in (OWN, KVZIP) for budget in BUDGETS),
+    *(f"{method}(budget={budget})" for method in ("snapkv", "h2o") for budget in (0.1, 0.2, 0.5)),
+    FOUR, FOUR_EIGHT, EIGHT, f"chain({EIGHT}, clusterkv)", f"chain({FOUR}, clusterkv)",
+)  # fmt: skip
+# One part of the score at a time, at a tenth and a fifth of the tokens.
+PARTS = (
+    *(by_head(OWN, budget, use=use) for budget in (0.1, 0.2) for use in (0.0, 0.33, 0.67, 1.0)),
+    *(by_head(OWN, budget, kernel=1) for budget in (0.1, 0.2)),
+    *(by_head(OWN, budget, piece=piece) for budget in (0.1, 0.2) for piece in (512, 1408)),
+    *(by_head(KVZIP, budget, values=False, kernel=1) for budget in (0.1, 0.2)),
+    *(f"{method}(budget={budget}, room={ROOM})" for budget in (0.1, 0.2) for method in (OWN, KVZIP)),
+)  # fmt: skip
+SETS = {"frontier": FRONTIER, "parts": PARTS}
+
+
+class Document(NamedTuple):
+    """A document and its questions.
+
+    Args:
+      kind: `prose`, `single` or `several`.
+      questions: token ids of each.
+      answers: token ids and text of each.
+      depths: share of the document before each answer; empty for prose.
+    """
+
+    kind: str
+    number: int
+    tokens: list[int]
+    questions: list[list[int]]
+    answers: list[tuple[list[int], str]]
+    depths: list[float]
+
+
+def passages(tokenizer: Any, data: str, length: int, count: int) -> Iterator[Document]:
+    """Yields passages of SQuAD with ten questions each."""
+    frame = Frame.of(tokenizer, chat=False)
+    task = squad(
+        tokenizer, data=data, length=length, cases=PASSAGES * (count + 5), frame=frame,
+        questions=PASSAGES,
+    )  # fmt: skip
+    whole = 0
+    for number in range(task.cases[-1].details["passage"]):
+        cases = [case for case in task.cases if case.details["passage"] == number]
+        if len(cases) < PASSAGES or whole == count:
+            continue
+        answers = [(list(case.details["answer_tokens"]), case.answers[0]) for case in cases]
+        yield Document(
+            "prose", whole, cases[0].context, [case.question for case in cases], answers, []
+        )
+        whole += 1
+
+
+def haystacks(
+    tokenizer: Any, text: str, length: int, count: int, needles: int
+) -> Iterator[Document]:
+    """Yields essays with needles at evenly spread depths."""
+    encoder, sentences = Encoder(tokenizer), sentences_of(text)
+    wording = WORDINGS[0]
+    for number in range(count):
+        rng = np.random.default_rng((number, needles))
+        adjectives = rng.choice(HELD_OUT_ADJECTIVES, needles, replace=False)
+        nouns = rng.choice(HELD_OUT_NOUNS, needles, replace=False)
+        keys = [f"{adjective} {noun}" for adjective, noun in zip(adjectives, nouns, strict=True)]
+        values = [str(value) for value in rng.integers(100_000, 1_000_000, needles)]
+        wanted = (np.arange(needles) + rng.random(needles)) / needles
+        hidden = [wording.needle(*pair) for pair in zip(keys, values, strict=True)]
+        room = length - ROOM - sum(len(encoder.next(each)) for each in hidden)
+        tokens = list(Frame.of(tokenizer, chat=False).before)
+        start, read, done, depths = int(rng.integers(len(sentences) // 2)), 0, 0, []
+        for sentence in sentences[start:]:
+            while done < needles and wanted[done] * room <= read:
+                depths.append(len(tokens))
+                tokens += encoder.next(hidden[done])
+                done += 1
+            more = encoder.next(f" {sentence}")
+            if read + len(more) > room:
+                break
+            tokens, read = [*tokens, *more], read + len(more)
+        for each in hidden[done:]:
+            depths.append(len(tokens))
+            tokens += encoder.next(each)
+        yield Document(
+            "several" if needles > 1 else "single", number, tokens,
+            [list(encoder.next(wording.ask(key))) for key in keys],
+            [(list(encoder.next(f" {value}.")), value) for value in values],
+            [depth / len(tokens) for depth in depths],
+        )  # fmt: skip
+
+
+class Measure:
+    """The model, its profile, and what compositions take and answer."""
+
+    def __init__(self, args: argparse.Namespace, texts: list[str]) -> None:
+        self.model, self.tokenizer = (
+            from_pretrained(args.model, dtype="float32"), load_tokenizer(args.model),
+        )  # fmt: skip
+        self.length = args.length
+        sample = self.tokenizer(Path(args.sample).read_text(), add_special_tokens=False).input_ids
+        starts = np.linspace(0, len(sample) - SAMPLE_TOKENS, SAMPLE_TEXTS).astype(int)
+        sample = [sample[start : start + SAMPLE_TOKENS] for start in starts]
+        self.compositions = {
+            text: kvjax.calibrated(text, self.model, sample, document=self.tokenizer)
+            for text in texts
+        }
+        every = self.compositions.values()
+        self.scoring = list({method for tx in every if (method := method_of(tx)) is not None})
+        # The others of one probe, and those without any, share its reading.
+        self.others = [tx for tx in every if method_of(tx) is None]
+
+    def read(self, document: Document) -> ReadDocument:
+        """Reads a document once for all compositions."""
+        return ReadDocument(
+            self.model, [document.tokens], [kvjax.Full(), *self.others, *self.scoring],
+            max_prompt=self.length + ROOM, max_new=NEW, buckets=[self.length],
+            document=self.tokenizer,
+        )  # fmt: skip
+
+    def context(self, text: str, once: ReadDocument) -> kvjax.Context:
+        """Returns the document as a composition keeps it; `nothing` keeps its sinks."""
+        tokens = len(once._prompts[0])
+        if text == "nothing":
+            model = once._model
+            sinks = np.arange(tokens) < 4
+            return once.kept(np.broadcast_to(sinks, (model.num_layers, model.kv_heads, tokens)))
+        transform = self.compositions.get(text, kvjax.Full())
+        method = method_of(transform)
+        if method is None:
+            return once.context(transform)
+        return once.kept(chosen_by(transform, once.scores(method)), form_of(transform))
+
+    def asked(self, document: Document, context: kvjax.Context) -> list[float]:
+        """Returns the loss of each right answer, or whether each needle is written."""
+        if document.kind == "prose":
+            answers = [tokens for tokens, _ in document.answers]
+            return answer_nll(self.model, context, answers, document.questions).tolist()
+        longest = max(len(tokens) for tokens, _ in document.answers)
+        written = kvjax.generate(
+            self.model, document.questions, context=context.repeat(len(document.questions)),
+            max_new_tokens=longest + 1, end_tokens=(),
+        ).tokens  # fmt: skip
+        texts = self.tokenizer.batch_decode(np.asarray(written))
+        return [
+            float(is_right(text, value))
+            for text, (_, value) in zip(texts, document.answers, strict=True)
+        ]
+
+    def bytes(self, text: str) -> float:
+        """Returns the share of the full cache's bytes in bfloat16 that a composition keeps."""
+        sizes = {"max_prompt": self.length, "max_new": NEW}
+        kept, full = (
+            plan(self.model, tx, **sizes).occupancy.kept_bytes
+            for tx in (self.compositions[text], kvjax.Full())
+        )
+        return kept / full
+
+
+def summary(rows: list[dict], text: str) -> dict[str, Any]:
+    """Returns what all documents together say of a composition."""
+    by_method: dict[str, dict[tuple[str, int], dict]] = {}
+    for row in rows:
+        by_method.setdefault(row["method"], {})[row["kind"], row["number"]] = row
+    mine, full, nothing = (by_method.get(name, {}) for name in (text, "full", "nothing"))
+    prose = [key for key in mine if key[0] == "prose"]
+    lost, worth, groups, losses = [], [], [], []
+    for key in prose:
+        three = (each[key]["scores"] for each in (mine, full, nothing))
+        for score, all_kept, none_kept in zip(*three, strict=True):
+            lost.append(none_kept - score)
+            worth.append(none_kept - all_kept)
+            groups.append(key[1])
+            losses.append(score)
+    result: dict[str, Any] = {}
+    if prose:
+        recovery = Estimate.ratio(lost, worth, groups)
+        result["loss"] = float(np.mean(losses))
+        result["recovery"] = {
+            name: round(100 * value, 1)
+            for name, value in recovery._asdict().items() if name != "cases"
+        }  # fmt: skip
+    by_depth: list[list[float]] = [[] for _ in range(4)]
+    for kind in ("single", "several"):
+        found = [
+            (score, depth)
+            for key, row in mine.items() if key[0] == kind
+            for score, depth in zip(row["scores"], row["depths"], strict=True)
+        ]  # fmt: skip
+        for score, depth in found:
+            by_depth[min(int(4 * depth), 3)].append(score)
+        if found:
+            result[kind] = Estimate.of([score for score, _ in found])._asdict()
+    if any(by_depth):
+        result["by_depth"] = [float(np.mean(each)) if each else None for each in by_depth]
+    return result
+
+
+def main() -> None:
+    """Runs it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="folder or GGUF file of the model")
+    parser.add_argument("--text", required=True, help="what needles are hidden in")
+    parser.add_argument("--data", required=True, help="file of questions in SQuAD's format")
+    parser.add_argument("--sample", required=True, help="text from which the profile is made")
+    parser.add_argument("--length", type=int, default=1408, help="tokens of a prompt at most")
+    parser.add_argument("--passages", type=int, default=10)
+    parser.add_argument("--haystacks", type=int, default=12, help="of each kind")
+    parser.add_argument("--set", choices=tuple(SETS), default="frontier", help="compositions")
+    parser.add_argument("--methods", nargs="+", help="compositions in place of a set")
+    parser.add_argument("--cells", help="file of the rows; the result's name and .cells.json")
+    parser.add_argument("--out", required=True)
+    args = parser.parse_args()
+    texts = list(args.methods or SETS[args.set])
+    measure = Measure(args, texts)
+    text, tokenizer = Path(args.text).read_text(), measure.tokenizer
+    documents = [
+        *passages(tokenizer, args.data, args.length, args.passages),
+        *haystacks(tokenizer, text, args.length, args.haystacks, 1),
+        *haystacks(tokenizer, text, args.length, args.haystacks, NEEDLES),
+    ]
+    # Documents of all kinds come early, so that a part of the run tells something.
+    documents.sort(key=lambda document: document.number)
+    about = {
+        "benchmark": "kept_answers", "model": Path(args.model).name, "tokens": args.length,
+        "passages": args.passages, "haystacks": args.haystacks,
+    }  # fmt: skip
+    rows = Rows(args.cells or f"{args.out.removesuffix('.json')}.cells.json", about)
+    for document in documents:
+        key = {"kind": document.kind, "number": document.number}
+        left = [each for each in ("full", "nothing", *texts) if not rows.has(method=each, **key)]
+        once = measure.read(document) if left else None
+        for each in left:
+            scores = measure.asked(document, measure.context(each, once))
+            scores = [round(score, 4) for score in scores]
+            rows.add(method=each, **key, scores=scores, depths=document.depths)
+    result = [
+        {"method": each, "bytes": round(measure.bytes(each), 4), **summary(rows.rows, each)}
+        for each in texts
+    ]
+    ends = [{"method": each, **summary(rows.rows, each)} for each in ("full", "nothing")]
+    print(json.dumps(result, indent=1))
+    save(args.out, {**about, "rows": [*ends, *result]})
+
+
+if __name__ == "__main__":
+    main()

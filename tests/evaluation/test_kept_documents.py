@@ -1,0 +1,62 @@
+"""Documents of the benchmarks with masks in the full cache, beside those that are really small."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.evaluation import answer_nll
+from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+from tests.support.tolerances import close
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from kept_documents import ReadDocument, chosen_by, form_of, method_of
+
+MODEL = random_decoder(
+    DecoderConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=3, query_heads=4,
+        kv_heads=2, head_dim=16, rope=RopeConfig(rotary_dim=16), max_positions=512,
+    )
+)  # fmt: skip
+METHODS = kvjax.KVzip(0.3, room=40), kvjax.OwnQueries(0.3, room=40, piece=16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [None, kvjax.Quantize(4, 16), kvjax.Quantize(8)])
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
+def test_masks_answer_as_real_storage_does(method, form):
+    rng = np.random.default_rng(5)
+    text, sample, *questions = (rng.integers(64, size=n).tolist() for n in (90, 120, 7, 12))
+    base = method if form is None else kvjax.chain(method, form)
+    by_head = kvjax.calibrated(kvjax.ByHead(base), MODEL, [sample])
+    once = ReadDocument(
+        MODEL, [text], METHODS, max_prompt=136, max_new=8, buckets=[96], document=True
+    )
+    answers = [[3, 9, 1], [4]]
+    for transform in (base, by_head):
+        assert method_of(transform) == method
+        masked = once.kept(chosen_by(transform, once.scores(method)), form_of(transform))
+        real = once.context(transform)
+        assert kept(masked) == kept(real)
+        losses = [answer_nll(MODEL, x, answers, questions) for x in (masked, real)]
+        close(*losses)
+
+
+def kept(context: kvjax.Context) -> list:
+    """Positions that are left, by layer and head."""
+    positions = []
+    for layer in context.caches:
+        parts = layer if isinstance(layer, tuple) else (layer,)
+        of_heads = {}
+        for part in parts:
+            heads = range(part.kv.shape[1]) if part.heads is None else np.asarray(part.heads)
+            kv = jax.device_get(part.kv)
+            for head, at, live in zip(heads, kv.position[0], kv.live[0], strict=True):
+                of_heads[int(head)] = sorted(at[live].tolist())
+        positions.append([of_heads[head] for head in sorted(of_heads)])
+    return positions
