@@ -8,6 +8,7 @@ tokens stay, and what they become, is the same: `tests/evaluation/test_kept_docu
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -65,7 +66,18 @@ class ReadDocument(ReadOnce):
     """One document, read once for some methods that score the tokens of documents."""
 
     def scores(self, method: DocumentBudget) -> Scores:
-        """Returns the scores of all tokens in all layers and KV heads."""
+        """Returns the scores of all tokens in all layers and KV heads, whatever the budget."""
+        method = dataclasses.replace(method, budget=1.0)
+        if method not in self._scored:
+            self._scored[method] = self._scores(method)
+        return self._scored[method]
+
+    @functools.cached_property
+    def _scored(self) -> dict[DocumentBudget, Scores]:
+        """Scores by method: budgets share them."""
+        return {}
+
+    def _scores(self, method: DocumentBudget) -> Scores:
         needs = self._needs(method).probe
         reading = next(
             context.held for context in self._observed if context.transform.needs.probe == needs
