@@ -119,8 +119,9 @@ def generated() -> dict[str, bool]:
             steps = kvjax.stream(own, prompts, **how)
             rows = [[token for new in row for token in new] for row in zip(*steps, strict=True)]
             found[f"stream, {is_set}"] = rows == expected
-            assert not is_set or jax.sharding.get_mesh() == mesh
-            run(next(page for page in GUIDES if page.stem == "devices"))
+            if is_set:
+                assert jax.sharding.get_mesh() == mesh
+                run(next(page for page in GUIDES if page.stem == "devices"))
     return found
 
 
