@@ -1,8 +1,8 @@
 """Meshes with the axes that JAX makes, on four virtual devices: a program of its own, prints JSON.
 
-`python -m tests.devices.axes traced METHOD ...`, `computed METHOD ...`, or `generated`. The first
-method is traced in all ways, the others in eight that have every pair of conditions, as are those
-that are computed.
+`python -m tests.devices.axes traced METHOD ...`, `computed METHOD ...`, or `generated`. Methods are
+traced and computed in eight ways, which have every pair of conditions; `whole METHOD ...` traces
+them in all.
 """
 
 from __future__ import annotations
@@ -143,5 +143,4 @@ if __name__ == "__main__":
     else:
         print(json.dumps({"refused": refused()}), flush=True)
     for name in methods:
-        whole = what == "traced" and name == methods[0]
-        print(json.dumps(each_way(name, what == "computed", whole)), flush=True)
+        print(json.dumps(each_way(name, what == "computed", what == "whole")), flush=True)

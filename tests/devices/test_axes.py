@@ -20,14 +20,15 @@ def check(*args: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "methods",
+    ("ways", "methods"),
     [
-        pytest.param(TRACED, id="kinds", marks=pytest.mark.slow),
-        pytest.param(OTHERS, id="others", marks=pytest.mark.exhaustive),
+        pytest.param("traced", TRACED, id="kinds", marks=pytest.mark.slow),
+        pytest.param("traced", OTHERS, id="others", marks=pytest.mark.exhaustive),
+        pytest.param("whole", TRACED[:1], id="all ways", marks=pytest.mark.exhaustive),
     ],
 )
-def test_every_kind_of_method_takes_any_mesh(methods):
-    check("traced", *methods)
+def test_every_kind_of_method_takes_any_mesh(ways, methods):
+    check(ways, *methods)
 
 
 @pytest.mark.slow

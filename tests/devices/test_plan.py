@@ -43,8 +43,12 @@ def transform(method: str) -> kvjax.KVTransform:
 
 
 @pytest.mark.parametrize(
-    "method", some_slow((*METHODS, *OTHERS), "pyramidinfer", "chain(clusterkv, offload)")
-)
+    "method",
+    some_slow(
+        (*METHODS, *OTHERS), "pyramidinfer", "chain(clusterkv, offload)",
+        exhaustive={"spindlekv(unfold=True)"},
+    ),
+)  # fmt: skip
 def test_a_plan_counts_what_a_context_holds(method):
     size = {"max_prompt": 160, "max_new": 24}
     planned = plan(abstract_decoder(CONFIG), transform(method), dtype="float32", **size)

@@ -236,9 +236,9 @@ def names(chosen: Iterable[str], *fast: str) -> list:
 
 
 def kinds(chosen: Iterable[str], *fast: str) -> list:
-    """Cases of which those named in `fast` are fast, one of each kind is slow, and others wait.
+    """Cases of which one of each kind is slow, unless it is named in `fast`.
 
-    Those that are in none of `fast` and KINDS run before a release only.
+    Those that are neither in KINDS nor in `fast` run before a release only.
     """
     chosen = list(chosen)
     return some_slow(chosen, *fast, exhaustive=set(chosen) - KINDS)
