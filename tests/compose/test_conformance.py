@@ -50,10 +50,10 @@ from tests.support.cases import (
     CASES,
     COVERING,
     GROUP,
+    KINDS,
     chelsea,
     compositions,
     every_case,
-    every_case_slow,
     evicts_alone,
     evicts_from_short_rows,
     has_books,
@@ -442,7 +442,11 @@ def test_rows_are_independent_and_in_any_order(name):
         same_slots(name, changed.caches[step], rows, ragged.caches[step], mine)
 
 
-@every_case_slow
+# Methods themselves and one composition of each kind; all others run before a release.
+CHUNKED = {*registered(), *KINDS}
+
+
+@pytest.mark.parametrize("name", some_slow(CASES, "full", exhaustive={*CASES} - CHUNKED))
 def test_chunks_equal_the_whole(name):
     """Windows span chunks, and the last chunk is nothing but padding for the short row."""
     transform, ragged = CASES[name], standard(name)

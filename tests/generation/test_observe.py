@@ -57,7 +57,7 @@ def programs() -> tuple[int, int]:
 
 
 # Their parts are in other cases; they run before a release.
-LONG = {"spindlekv", "8 bits", "by head with a codebook", "by head again"}
+LONG = {"spindlekv", "8 bits", "by head with a codebook", "by head again", "head groups"}
 
 
 @pytest.mark.parametrize("name", some_slow(LAYERED, exhaustive=LONG))

@@ -245,4 +245,3 @@ def kinds(chosen: Iterable[str], *fast: str) -> list:
 
 
 every_case = pytest.mark.parametrize("name", names(CASES))
-every_case_slow = pytest.mark.parametrize("name", names(CASES, "full"))
