@@ -12,7 +12,7 @@ import pytest
 import kvjax
 from kvjax.kit import Dense, Keep, Mark, Retain, Stage, decoding_extent, newest
 from kvjax.testing import ConformanceError, check
-from tests.support.cases import BUDGET, OUTLIERS, chelsea, compositions, names, registered
+from tests.support.cases import BUDGET, OUTLIERS, chelsea, compositions, kinds, registered
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ METHODS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", names(METHODS, "every", "h2o"))
+@pytest.mark.parametrize("name", kinds(METHODS, "every", "h2o"))
 def test_a_right_method_passes(name):
     check(METHODS[name], num_layers=3)
 

@@ -164,17 +164,24 @@ def read(transform, implementation, **logits):
     return jnp.concatenate(outs, axis=2), cache
 
 
+# Options of methods that are read otherwise, and compositions of those that are not.
+OPTIONAL = {"kvmerger, anchors", "chelsea, whole", "clusterkv, l2", "snapkv, h2o, quantize"}
+
+
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize(
     ("name", "logits"),
-    [
-        ("h2o", "plain"),
-        *slow(
-            *((name, "plain") for name in READERS if name != "h2o"),
+    some_slow(
+        [
+            *((name, "plain") for name in READERS),
             ("snapkv", "window and soft cap"), ("head groups", "window and soft cap"),
             ("full", "sinks"), ("h2o", "sinks"), ("pyramidinfer", "sinks"),
-        ),
-    ],
+        ],
+        ("h2o", "plain"),
+        exhaustive=[
+            *((name, "plain") for name in OPTIONAL), ("head groups", "window and soft cap")
+        ],
+    ),
 )  # fmt: skip
 def test_prompts_are_those_of_xla(name, logits, implementation):
     (expected, after), (out, cache) = (

@@ -211,7 +211,7 @@ def test_contexts_of_other_programs(capsys, monkeypatch, no_weights):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # the commands of README.md do nearly the same
 def test_the_bundled_model_answers_about_a_document(capsys, tmp_path):
     bundled = demo.document()
     (tmp_path / "document.txt").write_text(bundled.text)

@@ -50,21 +50,22 @@ from tests.support.cases import (
     CASES,
     COVERING,
     GROUP,
+    KINDS,
     chelsea,
     compositions,
     every_case,
-    every_case_slow,
     evicts_alone,
     evicts_from_short_rows,
     has_books,
     holds_its_budget,
+    kinds,
     names,
     names_heads,
     registered,
     selects,
     snapkv,
 )
-from tests.support.marks import slow
+from tests.support.marks import slow, some_slow
 from tests.support.tolerances import close
 
 LENGTHS, WIDTH, STEPS = (24, 17, 5), 24, 8
@@ -441,7 +442,11 @@ def test_rows_are_independent_and_in_any_order(name):
         same_slots(name, changed.caches[step], rows, ragged.caches[step], mine)
 
 
-@every_case_slow
+# Methods themselves and one composition of each kind; all others run before a release.
+CHUNKED = {*registered(), *KINDS}
+
+
+@pytest.mark.parametrize("name", some_slow(CASES, "full", exhaustive={*CASES} - CHUNKED))
 def test_chunks_equal_the_whole(name):
     """Windows span chunks, and the last chunk is nothing but padding for the short row."""
     transform, ragged = CASES[name], standard(name)
@@ -501,7 +506,7 @@ SINGLE = {"kv_heads": 1, "query_heads": 1, "max_prompt": 1, "max_new": 3}
 FAST = ("chelsea", "full", "h2o", "quantize", "streaming_llm")
 
 
-@pytest.mark.parametrize("name", names(CASES, *FAST))
+@pytest.mark.parametrize("name", kinds(CASES, *FAST))
 def test_shapes_of_bfloat16_one_head_and_no_new_tokens(name):
     covering = COVERING.get(name, CASES[name])
     row = Tokens.random(rows=1, query_heads=KV_HEADS, seed=3)
@@ -577,7 +582,16 @@ TIGHT = {
 }
 
 
-@pytest.mark.parametrize("name", names(TIGHT, "when_full beyond the prompt"))
+# One for each wrapper around and beside another method; all others run before a release.
+TIGHTEST = {
+    "h2o, then fewer", "when_full in a chain", "every, then decoding", "fewer, then chelsea",
+    "decoding, then crushed", "a crushed when_full", "every of crushed, decoding", "crushed values",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", some_slow(TIGHT, "when_full beyond the prompt", exhaustive={*TIGHT} - TIGHTEST)
+)
 def test_a_composition_has_room_for_what_it_keeps(name):
     transform, row = TIGHT[name], tokens().rows([0])
     tight = run(transform, row, right([0], [12], 12), 11, max_prompt=12, max_new=12)

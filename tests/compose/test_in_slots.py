@@ -9,6 +9,7 @@ import kvjax
 from kvjax import Every, Everywhere, HeadGroups, PerLayer, SnapKV, WhenFull, chain
 from kvjax.kit import in_slots
 from tests.generation.test_generate import RNG, VOCAB, generate, model
+from tests.support.marks import some_slow
 
 TOKENS = 120
 EXPECTED = {
@@ -60,15 +61,17 @@ def test_bad_arguments():
         in_slots(SnapKV(0.5), 0)
 
 
+PYRAMID, WHEN_FULL = kvjax.PyramidKV(0.5, window=4), WhenFull(SnapKV(0.5, window=4), room=8)
+
+
 @pytest.mark.parametrize(
     "shared",
-    [
-        kvjax.H2O(0.5), kvjax.PyramidKV(0.5, window=4), kvjax.Quest(0.5, page=4, dense_layers=()),
-        WhenFull(SnapKV(0.5, window=4), room=8),
-    ],
+    some_slow(
+        [kvjax.H2O(0.5), PYRAMID, kvjax.Quest(0.5, page=4, dense_layers=()), WHEN_FULL],
+        exhaustive={PYRAMID, WHEN_FULL},
+    ),
     ids=repr,
-)  # fmt: skip
-@pytest.mark.slow
+)
 def test_a_conversation_is_the_full_cache_s_until_its_slots_are_full(shared):
     """Rows of different lengths, three turns of at most 58 tokens in 60 slots."""
     turns = [

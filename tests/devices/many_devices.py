@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -22,6 +23,7 @@ from kvjax.models import demo, from_pretrained, load_tokenizer
 from kvjax.storage.offload.payload import Offloaded
 
 LENGTHS, NEW = (200, 190, 164, 240), 40
+LAYERS = 2
 MOVES = re.compile(r" = (.*) (?:all-gather|all-to-all|collective-permute)(?:-start)?\(")
 SHAPE = re.compile(r"\w+\[([\d,]*)\]")
 
@@ -34,13 +36,19 @@ def prompts() -> list[list[int]]:
 
 @functools.cache
 def model(data: int = 1, tensor: int = 1, across: bool = False):
-    """The bundled model; `across`: devices that follow each other do not share an axis of heads."""
+    """The first layers of the bundled model, since all layers of a loop of steps are compiled.
+
+    `across`: devices that follow each other do not share an axis of heads.
+    """
     mesh = None
     if data * tensor > 1:
         order = np.array(jax.devices()[: data * tensor])
         devices = order.reshape(tensor, data).T if across else order.reshape(data, tensor)
         mesh = jax.sharding.Mesh(devices, ("data", "tensor"))
-    return from_pretrained(demo.directory(), dtype="float32", mesh=mesh)
+    whole = from_pretrained(demo.directory(), dtype="float32", mesh=mesh)
+    whole.config = dataclasses.replace(whole.config, num_layers=LAYERS)
+    whole.num_layers, whole.layers = LAYERS, whole.layers[:LAYERS]
+    return whole
 
 
 def transform(method: str) -> kvjax.KVTransform:

@@ -6,12 +6,12 @@ import pytest
 
 from tests.devices.test_mesh import finished, start
 
-# One of each kind: evicting, merging, drawing, selecting, encoding, and in host memory.
+# One of each kind: evicting, merging, selecting in host memory, and encoding.
 TRACED = (
-    "snapkv(window=8)", "h2o", "kvmerger", "cam(snapkv, expected=False)",
-    "clusterkv(dense_layers=())", "chain(snapkv, quantize)", "codebook",
-    "chain(clusterkv(dense_layers=()), offload)",
+    "snapkv(window=8)", "kvmerger", "chain(clusterkv(dense_layers=()), offload)",
+    "chain(snapkv, quantize)",
 )  # fmt: skip
+OTHERS = "h2o", "cam(snapkv, expected=False)", "clusterkv(dense_layers=())", "codebook"
 
 
 def check(*args: str) -> None:
@@ -19,9 +19,16 @@ def check(*args: str) -> None:
     assert found and all(found.values()), [name for name, same in found.items() if not same]
 
 
-@pytest.mark.slow
-def test_every_kind_of_method_takes_any_mesh():
-    check("traced", *TRACED)
+@pytest.mark.parametrize(
+    ("ways", "methods"),
+    [
+        pytest.param("traced", TRACED, id="kinds", marks=pytest.mark.slow),
+        pytest.param("traced", OTHERS, id="others", marks=pytest.mark.exhaustive),
+        pytest.param("whole", TRACED[:1], id="all ways", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_every_kind_of_method_takes_any_mesh(ways, methods):
+    check(ways, *methods)
 
 
 @pytest.mark.slow

@@ -10,10 +10,14 @@ import pytest
 
 from kvjax.registry import METHODS as ALL
 from tests.conftest import QUICK, ROOT
+from tests.devices.contexts import CHECKS
 from tests.devices.many_devices import NEW
+from tests.support.marks import some_slow
 
-METHODS = (
-    *(name + "(dense_layers=())" * hasattr(kind, "dense_layers") for name, kind in ALL.items()),
+METHODS = tuple(
+    name + "(dense_layers=())" * hasattr(kind, "dense_layers") for name, kind in ALL.items()
+)
+COMPOSED = (
     "kvzip(fit=True)", "cam(snapkv, expected=False)", "kvcrush(h2o, pick='random')",
     "quantize(bits=4, key_axis='channel')", "chain(clusterkv(dense_layers=()), offload)",
 )  # fmt: skip
@@ -66,6 +70,7 @@ def check(found: dict, methods: tuple[str, ...]) -> None:
     "methods",
     [
         pytest.param(METHODS, id="methods", marks=pytest.mark.slow),
+        pytest.param(COMPOSED, id="composed", marks=pytest.mark.slow),
         pytest.param(OPTIONS, id="options", marks=pytest.mark.exhaustive),
     ],
 )
@@ -74,22 +79,40 @@ def test_a_mesh_equals_one_device(methods):
     check(finished(start("many_devices", 8, *methods)), methods)
 
 
-@pytest.mark.slow
-def test_what_goes_with_a_mesh():
+# What is nearest to every use of a mesh; all other checks run before a release.
+NEAREST = (
+    "questions", "saved and loaded", "a budget by head", "rows that cannot be divided", "placed",
+    "refused", "kernels",
+)  # fmt: skip
+OTHERS = tuple(name for name in CHECKS if name not in NEAREST)
+
+
+@pytest.mark.parametrize(
+    "checks",
+    [
+        pytest.param(NEAREST, id="nearest", marks=pytest.mark.slow),
+        pytest.param(OTHERS, id="others", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_what_goes_with_a_mesh(checks):
     """Contexts, further turns, streams, draws, saved contexts, heads that cannot be divided."""
-    found = finished(start("contexts", 8))
-    assert found and all(found.values()), found
+    found = finished(start("contexts", 8, *checks))
+    assert len(found) == len(checks) and all(found.values()), found
 
 
-@pytest.mark.slow
-def test_two_processes_equal_one():
+@pytest.mark.parametrize(
+    "method",
+    some_slow(
+        ("kvcrush(snapkv)", "infinigen(dense_layers=())"), exhaustive={"infinigen(dense_layers=())"}
+    ),
+)
+def test_two_processes_equal_one(method):
     """Rows are divided between the processes, then heads."""
-    methods = ("kvcrush(snapkv)", "infinigen(dense_layers=())")
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    both = [start("two_processes", 4, str(number), port, *methods) for number in range(2)]
-    alone = finished(start("two_processes", 8, "alone", port, *methods))
+    both = [start("two_processes", 4, str(number), port, method) for number in range(2)]
+    alone = finished(start("two_processes", 8, "alone", port, method))
     for found in map(finished, both):
         assert {own["devices"] for own in found.values()} == {8}
         assert {name: own["tokens"] for name, own in found.items()} == {

@@ -24,7 +24,7 @@ from kvjax.registry import METHODS
 from tests.support.gguf_models import add_sizes, gguf_names
 from tests.support.marks import slow, some_slow
 
-LAYERS, HEADS = 5, 2
+LAYERS, HEADS = 3, 2
 CONFIG = DecoderConfig(
     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=LAYERS, query_heads=4,
     kv_heads=HEADS, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=512,
@@ -43,8 +43,12 @@ def transform(method: str) -> kvjax.KVTransform:
 
 
 @pytest.mark.parametrize(
-    "method", some_slow((*METHODS, *OTHERS), "pyramidinfer", "chain(clusterkv, offload)")
-)
+    "method",
+    some_slow(
+        (*METHODS, *OTHERS), "pyramidinfer", "chain(clusterkv, offload)",
+        exhaustive={"spindlekv(unfold=True)"},
+    ),
+)  # fmt: skip
 def test_a_plan_counts_what_a_context_holds(method):
     size = {"max_prompt": 160, "max_new": 24}
     planned = plan(abstract_decoder(CONFIG), transform(method), dtype="float32", **size)

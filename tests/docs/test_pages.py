@@ -64,7 +64,8 @@ def test_blocks_of_methods_run(page, own_folder):
 
 # Pages whose blocks compute for minutes.
 LONG = [
-    DOCS / "guides" / f"{name}.md" for name in ("devices", "evaluation", "recall", "stored-forms")
+    DOCS / "guides" / f"{name}.md"
+    for name in "devices evaluation getting-started questions recall stored-forms".split()
 ]
 COMPOSING = DOCS / "guides" / "composing.md"
 

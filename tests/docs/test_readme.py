@@ -67,14 +67,24 @@ def test_python_runs(tmp_path, monkeypatch, capsys):
         assert float(SHARE.search(text)[1]) < most
 
 
-@pytest.mark.slow
-def test_commands_run(tmp_path, monkeypatch, capsys):
+# Commands that compare methods take longest; the tests of each have others like them.
+COMPARING = {"compare", "diagnose"}
+
+
+@pytest.mark.parametrize(
+    "left_out",
+    [
+        pytest.param(COMPARING, id="but those that compare", marks=pytest.mark.slow),
+        pytest.param(set(), id="all", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_commands_run(tmp_path, monkeypatch, capsys, left_out):
     monkeypatch.chdir(tmp_path)
     ((code, file),) = WRITTEN.findall(TEXT)
     exec(code, {})
     Path(file).write_text(capsys.readouterr().out)
     printed = {}
-    for words in commands():
+    for words in (words for words in commands() if words[0] not in left_out):
         code = main(words)
         output = capsys.readouterr()
         assert code == 0, f"kvjax {shlex.join(words)}: {output.err}"

@@ -28,7 +28,13 @@ from tests.support.marks import some_slow
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", some_slow(TRANSFORMS, "full", "infinigen"))
+# Methods that have other arrays to save; all others run before a release.
+SAVED = {"h2o", "kvzip", "kvmerger", "clusterkv", "8 bits", "4 bits", "offload"}
+
+
+@pytest.mark.parametrize(
+    "name", some_slow(TRANSFORMS, "full", "infinigen", exhaustive={*TRANSFORMS} - SAVED)
+)
 def test_loading_is_never_having_saved(name, tmp_path):
     """Token for token and array for array, in the middle of a conversation."""
     context = generate(QUESTIONS, read(name), max_new_tokens=3).context

@@ -154,7 +154,9 @@ def test_a_model_that_does_not_show_its_parts(together):
     assert seen == list(range(whole.num_layers)) * 2
 
 
-@pytest.mark.parametrize("name", some_slow(["snapkv", "spindlekv"], "snapkv"))
+@pytest.mark.parametrize(
+    "name", some_slow(["snapkv", "spindlekv"], "snapkv", exhaustive={"spindlekv"})
+)
 def test_a_prompt_that_is_read_once_is_read_in_groups(name, shapes, together):
     """What methods need of the attention is seen group by group."""
     transform = method(name)

@@ -304,8 +304,7 @@ class PerLayerOf:
         return kvjax.Full() if layer else self.first
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", some_slow(NAMED, "alone"))
+@pytest.mark.parametrize("name", some_slow(NAMED, exhaustive={"chain"}))
 def test_a_profile_that_is_named_is_read_wherever_a_model_is(tmp_path, name):
     path = str(tmp_path / "heads.safetensors")
     kvjax.save_calibration(path, ByHead(SNAPKV, UNEQUAL), model())

@@ -21,7 +21,7 @@ from tests.generation.test_context import LAYERED
 from tests.generation.test_generate import CONFIG, RAGGED, model
 from tests.generation.test_heads_together import METHODS as BY_HEAD
 from tests.generation.test_observe import model as model_of_four_layers
-from tests.support.cases import BUDGET, OUTLIERS, chelsea, names
+from tests.support.cases import BUDGET, OUTLIERS, chelsea, kinds
 from tests.support.marks import some_slow
 from tests.support.words import Words
 
@@ -114,7 +114,7 @@ def goes_wrong(language_model, transform, prompts=TURN, **options) -> None:
 ROOMY = {"outlier_heads": chelsea(4 * BUDGET, recent=2, outlier_heads=OUTLIERS)}
 
 
-@pytest.mark.parametrize("name", names(LAYERED, "full", "h2o"))
+@pytest.mark.parametrize("name", kinds(LAYERED, "full", "h2o"))
 def test_no_array_is_lost_whatever_the_other_layers_do(name):
     goes_wrong(model_of_three_layers(), {**LAYERED, **ROOMY}[name])
 
@@ -137,9 +137,11 @@ def test_a_turn_that_is_repeated():
     goes_wrong(model(), kvjax.KVzip(0.3, room=16), document=Words((5, 6)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", some_slow(("snapkv", "kvzip with fit", "kvzip in 8 bits"), "snapkv")
+    "name",
+    some_slow(
+        ("snapkv", "kvzip with fit", "kvzip in 8 bits"), exhaustive={"snapkv", "kvzip with fit"}
+    ),
 )
 def test_head_groups_that_are_joined_and_cut(name):
     goes_wrong(model_of_four_layers(), BY_HEAD[name])

@@ -43,7 +43,9 @@ def never_rests(monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("name", some_slow(METHODS, "4 bits", "head groups"))
+@pytest.mark.parametrize(
+    "name", some_slow(METHODS, "4 bits", "head groups", exhaustive={"codebook"})
+)
 def test_turns_after_a_rest_are_those_without(name, never_rests):
     """In tokens and logits, bit for bit; and nothing of the shapes of the caches is lost."""
     whole, context = never_rests(name), document(name)

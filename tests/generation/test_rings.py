@@ -102,10 +102,12 @@ def test_text_is_that_of_the_full_cache(name):
 # --- with every method ----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    some_slow(["h2o", "quest", "infinigen", "pyramidinfer", "8 bits", "4 bits", "every"], "h2o"),
+    some_slow(
+        ["h2o", "quest", "infinigen", "pyramidinfer", "8 bits", "4 bits", "every"],
+        exhaustive={"infinigen", "pyramidinfer", "4 bits", "every"},
+    ),
 )
 def test_every_method_in_the_other_layers(name):
     """Rings hold the same bytes under all of them, unless rows are stored in fewer bits."""

@@ -203,8 +203,8 @@ def compared(family: str, number: int) -> list[str]:
     return [name for name in edits(family) if name in OWN[family] or name in turn]
 
 
-# Every edit of all families is compared for about two families, and for more before a release.
-COMPARED = {(family, name) for family in BASES for name in compared(family, 3)}
+# Every edit of all families is compared for one or two families, and for more before a release.
+COMPARED = {(family, name) for family in BASES for name in compared(family, 2)}
 MORE = {(family, name) for family in BASES for name in compared(family, 6)} - COMPARED
 
 

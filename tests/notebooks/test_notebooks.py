@@ -59,10 +59,7 @@ def test_the_cell_that_installs_is_the_same_in_all():
 
 
 # Those that a reader opens first; all others run before a release.
-FIRST = {
-    "compose", "document_and_questions", "one_document_small_cache", "own_flax_model", "quickstart",
-    "write_a_method",
-}  # fmt: skip
+FIRST = {"own_flax_model", "quickstart", "write_a_method"}
 
 
 @pytest.mark.parametrize("name", some_slow(NAMES, exhaustive={*NAMES} - FIRST))

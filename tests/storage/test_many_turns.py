@@ -165,8 +165,15 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "form"), some_slow(CASES, ("snapkv", "4 bits")))
+# Every form under one method that keeps everything and one that does not; all others run before a
+# release.
+EACH = {
+    *(("full", form) for form in FORMS), ("head_groups", "8 bits"), ("every", "float8"),
+    ("snapkv", "4 bits"), ("kvmerger", "codebook"), ("clusterkv", "4 bits"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "form"), some_slow(CASES, exhaustive={*CASES} - EACH))
 def test_what_is_encoded_stays_as_it_is(name, form):
     """Compares turns in which slots stay: turns of one token, or for ClusterKV of a whole cluster,
     for which it always has room."""
@@ -193,15 +200,19 @@ def test_what_cannot_be_stored_so():
         chain(FORMS["codebook"], EVICTING["h2o"])
 
 
+BOOKS = "codebook", "bfloat16", snapkv()
+
+
 @pytest.mark.parametrize(
     ("form", "dtype", "base"),
-    [
-        ("8 bits", "bfloat16", snapkv()), ("float8", "float16", kvjax.Full()),
-        ("4 bits", "bfloat16", snapkv()), ("4 bits", "float16", kvjax.Full()),
-        ("codebook", "bfloat16", snapkv()),
-    ],
+    some_slow(
+        [
+            ("8 bits", "bfloat16", snapkv()), ("float8", "float16", kvjax.Full()),
+            ("4 bits", "bfloat16", snapkv()), ("4 bits", "float16", kvjax.Full()), BOOKS,
+        ],
+        exhaustive=[("4 bits", "bfloat16", snapkv()), BOOKS],
+    ),
 )  # fmt: skip
-@pytest.mark.slow
 def test_in_16_bits(form, dtype, base):
     script = Script(turns=8, new=1, steps=1, dtype=dtype)
     check(one_layer(chain(base, FORMS[form])), script, of_form(form, script))

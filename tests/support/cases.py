@@ -213,8 +213,16 @@ SLOW = {
 EXHAUSTIVE = {
     "cam_prompt", "chelsea_quantize", "clusterkv_per_query_head", "every", "every_kvcrush",
     "float_h2o", "h2o_quantize", "h2o_quantize_token", "kvcrush_h2o", "kvmerger_quantize",
-    "per_layer", "pyramidinfer_paper", "quantize_quest", "quest_offload", "ring",
-    "snapkv_quantize", "spindlekv_unfold", "when_full",
+    "outlier_heads", "per_layer", "pyramidinfer_paper", "quantize_clusterkv", "quantize_quest",
+    "quest_offload", "ring", "ring_quantize", "snapkv_quantize", "snapkv_quantize_keys_in_8",
+    "spindlekv_unfold", "when_full",
+}  # fmt: skip
+
+# One case of each kind: keeping everything, evicting at the prompt's end, after a repetition and in
+# steps, merging in steps, head groups, selecting, 8 and 4 bits, books, and host memory.
+KINDS = {
+    "full", "snapkv", "kvzip", "h2o", "chelsea", "head_groups", "clusterkv", "quantize",
+    "snapkv_quantize_channel", "h2o_codebook", "clusterkv_offload",
 }  # fmt: skip
 
 
@@ -227,5 +235,13 @@ def names(chosen: Iterable[str], *fast: str) -> list:
     return some_slow(chosen, *(fast or set(chosen) - SLOW), exhaustive=EXHAUSTIVE)
 
 
+def kinds(chosen: Iterable[str], *fast: str) -> list:
+    """Cases of which one of each kind is slow, unless it is named in `fast`.
+
+    Those that are neither in KINDS nor in `fast` run before a release only.
+    """
+    chosen = list(chosen)
+    return some_slow(chosen, *fast, exhaustive=set(chosen) - KINDS)
+
+
 every_case = pytest.mark.parametrize("name", names(CASES))
-every_case_slow = pytest.mark.parametrize("name", names(CASES, "full"))

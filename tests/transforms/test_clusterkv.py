@@ -209,7 +209,14 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", some_slow(CASES, "chunks"))
+# Options that decide little; they run before a release.
+LITTLE = {
+    "share", "no sinks", "an interval of one", "one round", "the mean of a group",
+    "the largest budget", "the largest clusters", "nothing new is clustered",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", some_slow(CASES, "chunks", exhaustive=LITTLE))
 def test_options(name):
     both = ClusterPair((50, 5, 6, 0), seed=3, **CASES[name])
     both.decode(STEPS)

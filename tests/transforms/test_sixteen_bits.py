@@ -11,6 +11,7 @@ import kvjax
 from tests.references import cam, streaming_llm
 from tests.references.kvmerger import KVMerger
 from tests.support.attending import slots_of
+from tests.support.marks import some_slow
 from tests.support.method_pair import Pair
 from tests.support.tolerances import within_roundings
 from tests.transforms import test_chelsea as chelsea
@@ -24,10 +25,17 @@ def positive(both: Pair, mean: float) -> Pair:
     return both
 
 
-@every_dtype
+# A thousand steps in float16 run before a release.
+LONG = ("bfloat16", 512, 1000), ("float16", 512, 1000)
+
+
 @pytest.mark.parametrize(
-    ("budget", "steps"), [(24, 60), pytest.param(512, 1000, marks=pytest.mark.slow)]
-)
+    ("dtype", "budget", "steps"),
+    some_slow(
+        [("bfloat16", 24, 60), ("float16", 24, 60), *LONG],
+        ("bfloat16", 24, 60), ("float16", 24, 60), exhaustive=LONG[1:],
+    ),
+)  # fmt: skip
 def test_what_cam_adds_is_not_rounded_away(dtype, budget, steps):
     """Each step adds a five-hundredth of a value to five hundred others, many times over."""
     sinks, recent = 4, budget - 4
@@ -63,8 +71,7 @@ def test_keys_a_little_apart_are_not_equal_to_kvmerger(dtype):
     within_roundings(own["k"], reference.slots.keys, dtype, 1.5, "keys")
 
 
-@every_dtype
-@pytest.mark.slow
+@pytest.mark.parametrize("dtype", some_slow(["bfloat16", "float16"], exhaustive={"float16"}))
 def test_chelsea_over_many_flushes(dtype):
     """Keys are equal, so that rounding decides nothing; values are merged again and again."""
     both = chelsea.pair(20, max_new=1000, seed=3, dtype=dtype, roundings=3.0)

@@ -104,7 +104,7 @@ def test_going_on_after_an_interruption(command, measured, monkeypatch, tmp_path
     assert command(**options) == 0 and measured == [], "nothing is left to do"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # minutes
 @pytest.mark.skipif(os.name != "posix", reason="a process is killed by a signal")
 def test_killed_at_any_moment(folder, text, tmp_path):
     """Nothing is replaced: a run that is killed again and again ends in the same bytes."""

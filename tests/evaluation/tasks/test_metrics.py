@@ -18,7 +18,9 @@ from tests.support.marks import some_slow
 SLOW = {"gov_report", "multi_news", "vcsum"}  # long answers: 3 to 8 s each
 
 
-@pytest.mark.parametrize("name", some_slow(PROMPTS, *(set(PROMPTS) - SLOW)))
+@pytest.mark.parametrize(
+    "name", some_slow(PROMPTS, *(set(PROMPTS) - SLOW), exhaustive={"gov_report"})
+)
 def test_the_published_figure(name, data_dir):
     folder = data_dir / "longbench" / "scored" / "llama2-7b-chat-4k"
     lines = (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
