@@ -275,6 +275,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1408, help="tokens of a prompt at most")
     parser.add_argument("--passages", type=int, default=10)
     parser.add_argument("--haystacks", type=int, default=12, help="of each kind")
+    parser.add_argument("--no-single", action="store_true", help="no documents with one needle")
     parser.add_argument("--set", choices=tuple(SETS), default="frontier", help="compositions")
     parser.add_argument("--methods", nargs="+", help="compositions in place of a set")
     parser.add_argument("--cells", help="file of the rows; the result's name and .cells.json")
@@ -283,10 +284,14 @@ def main() -> None:
     texts = list(args.methods or SETS[args.set])
     measure = Measure(args, texts)
     text, tokenizer = Path(args.text).read_text(), measure.tokenizer
+    needles = [NEEDLES] if args.no_single else [1, NEEDLES]
     documents = [
         *passages(tokenizer, args.data, args.length, args.passages),
-        *haystacks(tokenizer, text, args.length, args.haystacks, 1),
-        *haystacks(tokenizer, text, args.length, args.haystacks, NEEDLES),
+        *(
+            document
+            for count in needles
+            for document in haystacks(tokenizer, text, args.length, args.haystacks, count)
+        ),
     ]
     # Documents of all kinds come early, so that a part of the run tells something.
     documents.sort(key=lambda document: document.number)

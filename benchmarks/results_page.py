@@ -32,6 +32,7 @@ from tables import markdown
 
 from kvjax.cli.situations import SITUATIONS
 from kvjax.evaluation import Results, Row, read_results
+from kvjax.evaluation.tasks.squad import SQUAD
 
 HOME = Path(__file__).resolve().parents[1]
 FOLDER = HOME / "benchmarks" / "results"
@@ -82,6 +83,8 @@ FIRST = {
 }  # fmt: skip
 """The methods of the table that README.md begins with, and their rows of the results."""
 
+KEPT_ANSWERS: tuple[str, ...] = ()
+
 TABLE = re.compile(r"(?s)(<!-- table: (\w+)(?: where ([^\n]+))? -->)\n.*?<!-- end -->")
 FIGURES = re.compile(r"<!-- (inside|after|nats): (.*?) -->.*?<!-- / -->")
 FIGURE = re.compile(r"<!-- figure: (\w+) (.*?) -->(.*?)<!-- / -->")
@@ -109,7 +112,15 @@ def error(row: Row) -> str:
     return f"{row.score.mean:.3f} / {100 * row.recall:.0f} %"
 
 
-SHOWN: dict[str, Callable[[Row], str]] = {LOSS: nats, ATTENTION: error}
+def recovered(row: Row) -> str:
+    """A loss of right answers, and the part of it in per cent that the method keeps."""
+    if row.recovery is None or row.method == "full":
+        return f"{row.score.mean:.2f}"
+    mean, low, high = row.recovery[:3]
+    return f"{row.score.mean:.2f}, {100 * mean:.0f} % ({100 * low:.0f} to {100 * high:.0f})"
+
+
+SHOWN: dict[str, Callable[[Row], str]] = {LOSS: nats, ATTENTION: error, SQUAD: recovered}
 
 
 def name(method: str, budget: float | None) -> str:
@@ -400,6 +411,28 @@ def at_rest(rows: Sequence[dict[str, Any]]) -> str:
     ])  # fmt: skip
 
 
+def kept_answers(rows: Sequence[dict[str, Any]]) -> str:
+    """Recovered prose and needles of `kept_answers.py`, the most bytes first."""
+
+    def needles(row: dict[str, Any], kind: str) -> str:
+        if kind not in row:
+            return ""
+        mean, low, high = (100 * row[kind][name] for name in ("mean", "low", "high"))
+        return f"{mean:.0f} ({math.floor(low)} to {math.ceil(high)})"
+
+    def line(row: dict[str, Any]) -> list[str]:
+        prose = row["recovery"]
+        return [
+            f"`{row['method']}`", f"{100 * row['bytes']:.1f}" if "bytes" in row else "",
+            f"{prose['mean']:.0f} ({prose['low']:.0f} to {prose['high']:.0f})",
+            needles(row, "single"), needles(row, "several"),
+        ]  # fmt: skip
+
+    by_bytes = sorted(rows, key=lambda row: -row.get("bytes", row["method"] == "full"))
+    headings = ["composition", "bytes, %", "prose recovered, %", "single needle", "of several"]
+    return markdown(headings, map(line, by_bytes))
+
+
 def speed(rows: Sequence[dict[str, Any]]) -> str:
     """Of `kvjax bench`."""
     headings = [
@@ -490,6 +523,7 @@ def tables(folders: dict[str, Results]) -> tuple[list[Results], dict[str, str]]:
         "situations": situations([folders["needles"], folders["fit_small_smollm2_h200"]]),
         "newcomer_qwen": newcomer(read("newcomer_qwen")["rows"]),
         "at_rest_smollm2": at_rest(read("at_rest_smollm2")["rows"]),
+        **{name: kept_answers(read(name)["rows"]) for name in KEPT_ANSWERS},
         "first": first([folders["needles_small_smollm2"], folders["needles"]]),
         **{made.__name__: made(read("vs_kvpress_kvzip_smollm2")["rows"]) for made in KVZIP},
         **device_tables(),

@@ -1,0 +1,78 @@
+"""Draws how much of the answers a small cache keeps, by its bytes: prose and needles.
+
+    python benchmarks/kept_answers_picture.py --out benchmarks/results/kept_answers.png
+
+The results are those of `kept_answers.py`, a row of panels for each model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+
+FOLDER = Path(__file__).resolve().parent / "results"
+MODELS = {"kept_answers_smollm2": "SmolLM2-135M", "kept_answers_qwen": "Qwen2.5-Coder-0.5B"}
+PANELS = {"recovery": "prose, % recovered", "single": "single needles, %"}
+# Okabe and Ito's colours, and a marker each, so that prints in grey can be read too. A composition
+# belongs to the first line whose expression is found in its text.
+LINES = {
+    "own_queries by head, 4 bits": (r"by_head\(chain\(own.*bits=4\)", "#0072B2", "o"),
+    "kvzip by head, 4 bits": (r"by_head\(chain\(kvzip.*bits=4\)", "#D55E00", "s"),
+    "own_queries by head": (r"by_head\(own", "#56B4E9", "^"),
+    "kvzip by head": (r"by_head\(kvzip", "#E69F00", "D"),
+    "every token, in fewer bits": (r"^quantize", "black", "P"),
+    "snapkv, h2o": (r"^(snapkv|h2o)", "#CC79A7", "v"),
+}
+
+
+def draw(axes: Axes, rows: list[dict[str, Any]], panel: str) -> None:
+    """One panel."""
+    drawn: dict[str, list[dict[str, Any]]] = {name: [] for name in LINES}
+    for row in rows:
+        names = (name for name, (text, _, _) in LINES.items() if re.search(text, row["method"]))
+        if (name := next(names, None)) is not None:
+            drawn[name].append(row)
+    percent = 1 if panel == "recovery" else 100
+    for name, (_, colour, marker) in LINES.items():
+        points = sorted(drawn[name], key=lambda row: row["bytes"])
+        at = [100 * row["bytes"] for row in points]
+        means = [percent * row[panel]["mean"] for row in points]
+        ends = [[percent * row[panel][end] for row in points] for end in ("low", "high")]
+        axes.fill_between(at, *ends, color=colour, alpha=0.08, linewidth=0)
+        line = "" if name == "snapkv, h2o" else "-"
+        axes.plot(at, means, color=colour, marker=marker, linestyle=line, label=name)
+    axes.axhline(100, color="grey", linewidth=0.8)
+    ticks = [1.5, 3, 6, 12, 25, 50]
+    axes.set(xscale="log", xticks=ticks, xticklabels=map("{:g}".format, ticks), ylim=(-5, 125))
+    axes.minorticks_off()
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def main() -> None:
+    """Draws it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", required=True)
+    args = parser.parse_args()
+    figure, panels = pyplot.subplots(
+        len(MODELS), len(PANELS), figsize=(10, 7.2), sharex=True, sharey=True, layout="constrained"
+    )
+    for of_model, (name, model) in zip(panels, MODELS.items(), strict=True):
+        rows = json.loads((FOLDER / f"{name}.json").read_text())["rows"]
+        for axes, (panel, title) in zip(of_model, PANELS.items(), strict=True):
+            draw(axes, [row for row in rows if "bytes" in row], panel)
+            axes.set_title(f"{model}: {title}", fontsize=10)
+    for axes in panels[-1]:
+        axes.set_xlabel("bytes at rest, % of the full cache in bfloat16")
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    figure.savefig(args.out, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
