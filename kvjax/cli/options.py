@@ -137,7 +137,7 @@ def add_list(
     **rest: Any,
 ) -> None:
     """Adds an option whose help ends with its default."""
-    default_text = ",".join(map(str, default)) if isinstance(default, tuple) else default
+    default_text = ",".join(map(str, default)) or "none" if isinstance(default, tuple) else default
     default_text = "all that suit the model" if default is None else default_text
     help_text = f"{about} (default: {default_text})"
     parser.add_argument(

@@ -37,7 +37,8 @@ examples:
   kvjax plan --model llama-3.1-8b
   kvjax plan --model llama-3.1-70b --mesh tensor=8 --batch 1,8,32
   kvjax plan --model DIR --mesh data=8,tensor=8 --tokens 32768
-      --method 'full, snapkv, chain(snapkv, quantize(bits=4))' --budget 0.2"""
+      --method 'full, snapkv, chain(snapkv, quantize(bits=4))' --budget 0.2
+  kvjax plan --model DIR --tokens 4096 --method full --bytes 0.5,0.25,0.06"""
 ARGUMENTS = {"max_prompt": "--tokens", "max_new": "--new"}
 """Options by the library's names of their arguments."""
 
@@ -63,6 +64,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         about="requests at a time")  # fmt: skip
     options.add_methods(parser, METHODS, full=False)
     options.add_budget(parser)
+    options.add_list(parser, "--bytes", value_type=options.number_list, default=(),
+        metavar="SHARES",
+        about="also the compositions of kvjax.smallest for these shares of the bytes of the full "
+        "cache in bfloat16, such as 0.06,0.3")  # fmt: skip
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16",
         help="of weights, keys and values (default: bfloat16)")  # fmt: skip
 
@@ -79,6 +84,9 @@ def run(args: argparse.Namespace) -> None:
         check_count("batch", requests, 1)
     methods = {text: kvjax.parse(text, args.budget) for text in args.methods}
     config = shape_config(args.model)
+    for share in args.bytes:
+        small = kvjax.smallest(share, head_dim=config.head_dim)
+        methods[kvjax.unparse(small)] = small
     if args.tokens is None:
         left = max(config.max_positions - args.new, 1)  # `plan` refuses what is too much
         args.tokens = min(_MOST_TOKENS, left)

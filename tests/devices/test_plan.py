@@ -162,6 +162,19 @@ def test_the_command(capsys):
 
 
 @pytest.mark.slow
+def test_shares_of_bytes_become_compositions(capsys):
+    """They take what they say, of what is kept at rest."""
+    words = ["plan", "--model", "smollm2-135m", "--tokens", "4000", "--method", "full", "--json"]
+    assert main([*words, "--bytes", "0.6,0.1"]) == 0
+    methods = json.loads(capsys.readouterr().out)["methods"]
+    small = [kvjax.unparse(kvjax.smallest(share, head_dim=64)) for share in (0.6, 0.1)]
+    assert list(methods) == ["full", *small]
+    at_rest = [x["request_bytes"] - x["request_room_bytes"] for x in methods.values()]
+    assert at_rest[1] / at_rest[0] == pytest.approx(0.6, abs=0.1)
+    assert at_rest[2] / at_rest[0] == pytest.approx(0.1, rel=0.05)
+
+
+@pytest.mark.slow
 def test_what_is_kept_and_what_is_room(capsys):
     """Room is a part of a request's bytes, and a form that keeps all and takes no more is named."""
     words = ["plan", "--model", "smollm2-135m", "--tokens", "1000", "--new", "100"]
