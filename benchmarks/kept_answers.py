@@ -12,9 +12,8 @@ spread evenly over a document.
   of right answers in nats per token, with an interval over passages. With nothing kept, sinks stay.
 - `single`, `several`: share of the needles that greedy decoding writes, with intervals. `by_depth`:
   those of both, by quarters of the document.
-- `bytes`: of the cache when the document has been read, without room, as a share of those of the
-  full cache in bfloat16. The composition's own storage is counted (`kvjax.generation.planning`), in
-  bfloat16.
+- `bytes`: of the context at rest, in the composition's own storage, as a share of those of the full
+  cache, both in bfloat16.
 
 Methods that score documents answer from the slots of the full cache (`kept_documents.py`): a test
 shows that they answer as real storage does. All others use their own storage. Each document is read
@@ -32,14 +31,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from common import Rows, save
-from kept_documents import ReadDocument, chosen_by, form_of, method_of
+from kept_documents import ReadDocument, bytes_at_rest, chosen_by, form_of, method_of
 
 import kvjax
 from kvjax.evaluation import Estimate, answer_nll, is_right
 from kvjax.evaluation.tasks import Frame, squad
 from kvjax.evaluation.tasks.encoder import Encoder, sentences_of
 from kvjax.evaluation.tasks.wording import HELD_OUT_ADJECTIVES, HELD_OUT_NOUNS, WORDINGS
-from kvjax.generation.planning import plan
+from kvjax.generation.model import as_functional
 from kvjax.models import from_pretrained, load_tokenizer
 
 PASSAGES, NEEDLES = 10, 4  # questions of a passage, and needles of a document with several
@@ -218,9 +217,9 @@ class Measure:
 
     def bytes(self, text: str) -> float:
         """Returns the share of the full cache's bytes in bfloat16 that a composition keeps."""
-        sizes = {"max_prompt": self.length, "max_new": NEW}
+        functional = as_functional(self.model)
         kept, full = (
-            plan(self.model, tx, **sizes).occupancy.kept_bytes
+            bytes_at_rest(functional, tx, self.length)
             for tx in (self.compositions[text], kvjax.Full())
         )
         return kept / full

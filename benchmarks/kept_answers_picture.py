@@ -17,8 +17,14 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 
 FOLDER = Path(__file__).resolve().parent / "results"
-MODELS = {"kept_answers_smollm2": "SmolLM2-135M", "kept_answers_qwen": "Qwen2.5-Coder-0.5B"}
-PANELS = {"recovery": "prose, % recovered", "single": "single needles, %"}
+MODELS = {  # the name of each, and the needles of its second panel
+    "kept_answers_smollm2": ("SmolLM2-135M", "single"),
+    "kept_answers_qwen": ("Qwen2.5-Coder-0.5B", "several"),
+}
+TITLES = {
+    "recovery": "prose, % recovered", "single": "single needles, %",
+    "several": "one needle of four, %",
+}  # fmt: skip
 # Okabe and Ito's colours, and a marker each, so that prints in grey can be read too. A composition
 # belongs to the first line whose expression is found in its text.
 LINES = {
@@ -60,13 +66,13 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     figure, panels = pyplot.subplots(
-        len(MODELS), len(PANELS), figsize=(10, 7.2), sharex=True, sharey=True, layout="constrained"
+        len(MODELS), 2, figsize=(10, 7.2), sharex=True, sharey=True, layout="constrained"
     )
-    for of_model, (name, model) in zip(panels, MODELS.items(), strict=True):
+    for of_model, (name, (model, needles)) in zip(panels, MODELS.items(), strict=True):
         rows = json.loads((FOLDER / f"{name}.json").read_text())["rows"]
-        for axes, (panel, title) in zip(of_model, PANELS.items(), strict=True):
+        for axes, panel in zip(of_model, ("recovery", needles), strict=True):
             draw(axes, [row for row in rows if "bytes" in row], panel)
-            axes.set_title(f"{model}: {title}", fontsize=10)
+            axes.set_title(f"{model}: {TITLES[panel]}", fontsize=10)
     for axes in panels[-1]:
         axes.set_xlabel("bytes at rest, % of the full cache in bfloat16")
     handles, labels = panels[0, 0].get_legend_handles_labels()

@@ -10,23 +10,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
-from kvjax.attention.layer import Reading
+from kvjax.attention.layer import Reading, layer_caches
 from kvjax.attention.prompt import step_of
+from kvjax.attention.resting import resize, rounded
 from kvjax.budgets.profile import shares
-from kvjax.cache.slots import KVCache
+from kvjax.cache.nbytes import nbytes
+from kvjax.cache.slots import KVCache, Sizes
 from kvjax.compiled_code import compiled
 from kvjax.compose.chain import parts_of
 from kvjax.decisions import Retain
 from kvjax.evaluation import ReadOnce
-from kvjax.generation.new_caches import LayerStates, states_of_layers
+from kvjax.generation.model import FunctionalModel
+from kvjax.generation.new_caches import CacheSize, LayerStates, states_of_layers
 from kvjax.generation.observe import compress_layer
 from kvjax.kit import pytree_node
 from kvjax.transforms.document_budget import DocumentBudget, document_slots
@@ -128,18 +131,50 @@ def chosen_by(transform: kvjax.KVTransform, scores: Scores) -> Kept:
         profile.
       scores: those of the method.
     """
-    layers, heads, tokens = scores.shape
-    if isinstance(transform, kvjax.ByHead):
-        method, table = transform.method, transform.profile.table
-        each = shares(table, method.budget, transform.safeguard)
-    else:
-        method = method_of(transform)
-        each = np.full((layers, heads), method.budget)
-    slots = np.maximum(np.floor(each * tokens + 1e-9).astype(int), method.minimum)
+    method, tokens = method_of(transform), scores.shape[-1]
+    slots = slots_of(transform, scores.shape)
     ranked = np.where(np.arange(tokens) < method.sinks, np.inf, scores)
     ranked[:, :, tokens - method.window :] = np.inf
     rank = np.argsort(np.argsort(-ranked, axis=-1, kind="stable"), axis=-1)
     return rank < slots[..., None]
+
+
+def slots_of(transform: kvjax.KVTransform, shape: tuple[int, int, int]) -> Int[np.ndarray, "N H"]:
+    """Returns how many tokens a composition keeps in each head, of `[layers, heads, tokens]`."""
+    method = method_of(transform)
+    each = np.full(shape[:2], method.budget)
+    if isinstance(transform, kvjax.ByHead):
+        profile: Any = transform.profile
+        each = shares(profile.table, method.budget, transform.safeguard)
+    return np.maximum(np.floor(each * shape[2] + 1e-9).astype(int), method.minimum)
+
+
+def bytes_at_rest(
+    model: FunctionalModel, transform: kvjax.KVTransform, tokens: int, dtype: str = "bfloat16"
+) -> int:
+    """Returns the bytes of a context that holds a document in a composition's own storage.
+
+    They are those of `Context.nbytes` after `kvjax.read`, from shapes.
+    """
+    layers = kvjax.bind(transform, model.num_layers, model.windows, tokens + 1)
+    size = CacheSize.of(model, 1, tokens, 1, dtype, tokens + 1)
+    live = np.full((model.num_layers, model.kv_heads), tokens)
+    if method_of(transform) is not None:
+        live = slots_of(transform, (*live.shape, tokens))
+    total = 0
+    for number, layer in enumerate(layers):
+        cache = jax.eval_shape(functools.partial(size.cache, layer, number))
+        parts, of_parts = layer_caches(cache), [range(model.kv_heads)]
+        if isinstance(layer, kvjax.HeadGroups):
+            places = layer.order[number]
+            of_parts = [[places[head] for head in heads] for heads, _ in layer.groups]
+        taken = (live[number, list(heads)].max() for heads in of_parts)
+        sizes = (
+            Sizes(min(rounded(min(int(most), part.kv.slots)), part.kv.slots), 1, 1)
+            for most, part in zip(taken, parts, strict=True)
+        )
+        total += nbytes(jax.eval_shape(functools.partial(resize, sizes=tuple(sizes)), cache))
+    return total
 
 
 def method_of(transform: kvjax.KVTransform) -> DocumentBudget | None:

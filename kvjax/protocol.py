@@ -51,7 +51,9 @@ State = Any
 Phase = Literal["prompt", "probe", "decode"]
 Moment = Literal["prompt", "flush", "step"]
 GroupReduce = Literal["mean", "max", "sum"]
-Situation = Literal["lossless", "later", "facts", "now", "endless", "gist", "baseline", "composed"]
+Situation = Literal[
+    "lossless", "later", "document", "now", "endless", "gist", "baseline", "composed"
+]
 
 PASSED = "passed"  # the column in which a transform marks prompt tokens that go to the next layer
 

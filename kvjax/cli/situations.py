@@ -14,8 +14,8 @@ SITUATIONS = {
         '--method "chain(quantize, clusterkv)" --budget 0.2',
     "The same, and the host has memory.":
         '--method "chain(clusterkv, offload)" --budget 0.1',
-    "Single facts are asked of a document that is read once, and little of it may be kept.":
-        '--method "by_head(kvzip(fit=True))" --budget 0.05',
+    "A document is read once and asked about later, and little of it may be kept.":
+        '--method "by_head(chain(own_queries, quantize(bits=4)))" --budget 0.18',
     "Memory is short, and no token may be lost: the highest fidelity.":
         "--method quantize",
     "The text has no end.":
@@ -27,7 +27,7 @@ SITUATIONS = {
 HEADINGS: dict[Situation | None, str] = {
     "lossless": "Memory is short, and no token may be lost.",
     "later": "The question comes later, and every token has to stay.",
-    "facts": "Single facts are asked later, and most tokens may go.",
+    "document": "A document is read once and asked about later, and most tokens may go.",
     "now": "The question ends the prompt, and everything else may go.",
     "endless": "The model writes much, or the text has no end.",
     "gist": "The gist is enough, and single facts are not asked for.",

@@ -108,7 +108,7 @@ class ByHead(LayerChoice, Learner):
 
     learns = ("profile", HeadProfile)
     kept: ClassVar[bool] = True
-    card = Card(acts="prompt", when="facts", unscored=("safeguard",))
+    card = Card(acts="prompt", when="document", unscored=("safeguard",))
     stage = property(lambda self: self.base.stage)
 
     def __post_init__(self):

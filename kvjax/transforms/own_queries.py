@@ -139,7 +139,7 @@ class OwnQueries(DocumentBudget):
     piece: int = 256
 
     card = Card(
-        acts="prompt", when="facts", small={"sinks": 2, "window": 2, "room": 4, "piece": 8},
+        acts="prompt", when="document", small={"sinks": 2, "window": 2, "room": 4, "piece": 8},
         unscored=("room",), profiled_by=KVzip,
     )  # fmt: skip
 

@@ -11,11 +11,12 @@ import pytest
 
 import kvjax
 from kvjax.evaluation import answer_nll
+from kvjax.generation.model import as_functional
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
 from tests.support.tolerances import close
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from kept_documents import ReadDocument, chosen_by, form_of, method_of
+from kept_documents import ReadDocument, bytes_at_rest, chosen_by, form_of, method_of
 
 MODEL = random_decoder(
     DecoderConfig(
@@ -43,6 +44,8 @@ def test_masks_answer_as_real_storage_does(method, form):
         masked = once.kept(chosen_by(transform, once.scores(method)), form_of(transform))
         real = once.context(transform)
         assert kept(masked) == kept(real)
+        expected = kvjax.read(MODEL, [text], transform=transform, buckets=[90], max_new=1).nbytes
+        assert bytes_at_rest(as_functional(MODEL), transform, 90, "float32") == expected
         losses = [answer_nll(MODEL, x, answers, questions) for x in (masked, real)]
         close(*losses)
 

@@ -93,7 +93,7 @@ class KVzip(DocumentBudget):
     piece: int = 2048
 
     card = Card(
-        acts="prompt", paper="KVzip, arXiv 2505.23416", when="facts",
+        acts="prompt", paper="KVzip, arXiv 2505.23416", when="document",
         small={"sinks": 2, "window": 2, "room": 4}, unscored=("room", "fit"),
     )  # fmt: skip
 
