@@ -58,7 +58,7 @@ FOUND = {
     ),
     '--method "by_head(chain(own_queries, quantize(bits=4)))" --budget 0.18': (
         ("by_head(chain(own_queries(budget=0.1762, room=96), quantize(bits=4)))", None),
-        "- / {single} %, and {prose} % of the prose, with {bytes} % of bfloat16's bytes",
+        "- / {single}, and {prose} % of the prose, with {bytes} % of bfloat16's bytes",
     ),
     '--method "chain(clusterkv, offload)" --budget 0.1': (
         ("clusterkv", 0.1), "as `clusterkv`; keys and values in host memory",
@@ -285,7 +285,8 @@ def situations(results: Sequence[Results]) -> str:
         each = (f"{100 * row.score.mean:.0f}" if row else "-" for row in rows)
         names = {"found": " / ".join(each) + " %", "share": f"{share(rows)} %"}
         if (row := kept.get(candidate[0])) is not None:
-            names["single"] = f"{100 * row['single']['mean']:.0f}"
+            cases = row["single"]["cases"]
+            names["single"] = f"{cases * row['single']['mean']:.0f} of {cases}"
             names["prose"] = f"{row['recovery']['mean']:.0f}"
             names["bytes"] = f"{100 * row['bytes']:.0f}"
         told = said.format(**names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -191,9 +192,13 @@ class OwnQueries(DocumentBudget):
             if step.options.sinks is not None:
                 learned = step.options.sinks.reshape(1, *to_piece.shape[1:3], 1, 1)
                 logits.append(jnp.broadcast_to(learned, (*to_piece.shape[:4], 1)))
-            total = jax.nn.logsumexp(jnp.concatenate(logits, -1), axis=-1, keepdims=True)
+            # Joining them would copy them; and one exponential of the largest is that of all.
+            largest = (x.max(-1, keepdims=True, initial=-jnp.inf) for x in logits)
+            top = functools.reduce(jnp.maximum, largest)
+            top = jnp.where(top > -jnp.inf, top, 0.0)
+            total = top + jnp.log(sum(jnp.exp(x - top).sum(-1, keepdims=True) for x in logits))
             of_tokens = piece.there[:, :, None, :, None]
-            return jnp.where(of_tokens, jnp.exp(to_piece - total), 0.0).max((2, 3))
+            return jnp.exp(jnp.where(of_tokens, to_piece - total, -jnp.inf).max((2, 3)))
 
         received = jax.lax.map(of_piece, self._pieces(cache, step, document, in_order, is_sink))
         received = jnp.moveaxis(received, 0, 2).reshape(*cache.shape[:2], -1)[..., : cache.slots]

@@ -16,7 +16,7 @@ from kvjax.storage.quantize.transform import GROUP, Quantize
 from kvjax.transforms.own_queries import OwnQueries
 
 _TOKENS = 4096  # of the caches whose bytes are counted
-# The rectangles of `ByHead` are as large as their largest head, and contexts at rest are rounded up.
+# Rectangles of `ByHead` are as large as their largest head, and contexts at rest are rounded up.
 RECTANGLES = 1.2
 
 
