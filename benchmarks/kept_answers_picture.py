@@ -17,14 +17,8 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 
 FOLDER = Path(__file__).resolve().parent / "results"
-MODELS = {  # the name of each, and the needles of its second panel
-    "kept_answers_smollm2": ("SmolLM2-135M", "single"),
-    "kept_answers_qwen": ("Qwen2.5-Coder-0.5B", "several"),
-}
-TITLES = {
-    "recovery": "prose, % recovered", "single": "single needles, %",
-    "several": "one needle of four, %",
-}  # fmt: skip
+MODELS = {"kept_answers_smollm2": "SmolLM2-135M", "kept_answers_qwen": "Qwen2.5-Coder-0.5B"}
+PANELS = {"recovery": "prose, % recovered", "several": "one needle of four, % found"}
 # Okabe and Ito's colours, and a marker each, so that prints in grey can be read too. A composition
 # belongs to the first line whose expression is found in its text.
 LINES = {
@@ -42,7 +36,7 @@ def draw(axes: Axes, rows: list[dict[str, Any]], panel: str) -> None:
     drawn: dict[str, list[dict[str, Any]]] = {name: [] for name in LINES}
     for row in rows:
         names = (name for name, (text, _, _) in LINES.items() if re.search(text, row["method"]))
-        if (name := next(names, None)) is not None:
+        if (name := next(names, None)) is not None and "bytes" in row:
             drawn[name].append(row)
     percent = 1 if panel == "recovery" else 100
     for name, (_, colour, marker) in LINES.items():
@@ -50,10 +44,13 @@ def draw(axes: Axes, rows: list[dict[str, Any]], panel: str) -> None:
         at = [100 * row["bytes"] for row in points]
         means = [percent * row[panel]["mean"] for row in points]
         ends = [[percent * row[panel][end] for row in points] for end in ("low", "high")]
-        axes.fill_between(at, *ends, color=colour, alpha=0.08, linewidth=0)
-        line = "" if name == "snapkv, h2o" else "-"
-        axes.plot(at, means, color=colour, marker=marker, linestyle=line, label=name)
-    axes.axhline(100, color="grey", linewidth=0.8)
+        if name == "snapkv, h2o":
+            axes.plot(at, means, color=colour, marker=marker, linestyle="", label=name)
+        else:
+            axes.fill_between(at, *ends, color=colour, alpha=0.08, linewidth=0)
+            axes.plot(at, means, color=colour, marker=marker, label=name)
+    full = next(row for row in rows if row["method"] == "full")
+    axes.axhline(percent * full[panel]["mean"], color="grey", linewidth=0.8, label="full cache")
     ticks = [1.5, 3, 6, 12, 25, 50]
     axes.set(xscale="log", xticks=ticks, xticklabels=map("{:g}".format, ticks), ylim=(-5, 125))
     axes.minorticks_off()
@@ -68,11 +65,11 @@ def main() -> None:
     figure, panels = pyplot.subplots(
         len(MODELS), 2, figsize=(10, 7.2), sharex=True, sharey=True, layout="constrained"
     )
-    for of_model, (name, (model, needles)) in zip(panels, MODELS.items(), strict=True):
+    for of_model, (name, model) in zip(panels, MODELS.items(), strict=True):
         rows = json.loads((FOLDER / f"{name}.json").read_text())["rows"]
-        for axes, panel in zip(of_model, ("recovery", needles), strict=True):
-            draw(axes, [row for row in rows if "bytes" in row], panel)
-            axes.set_title(f"{model}: {TITLES[panel]}", fontsize=10)
+        for axes, (panel, title) in zip(of_model, PANELS.items(), strict=True):
+            draw(axes, rows, panel)
+            axes.set_title(f"{model}: {title}", fontsize=10)
     for axes in panels[-1]:
         axes.set_xlabel("bytes at rest, % of the full cache in bfloat16")
     handles, labels = panels[0, 0].get_legend_handles_labels()
