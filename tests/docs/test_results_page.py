@@ -37,7 +37,6 @@ MEASURED = re.compile(
 )
 PUBLISHED = "## What larger models reach"  # a section of RESULTS.md, with the source of each figure
 EXCEPTIONS = {
-    "README.md": {"8 bits are 53 %": "follows from sizes: a byte and a share of a scale"},
     "RESULTS.md": {
         "more than 5 %": "a limit of the script",
         "19.6\nhours of processes": "seconds of commands.json",
