@@ -13,6 +13,21 @@ from kvjax.serialization import static_value
 ROUNDING = 1e-9  # added before a floor: a product that rounding has left just below an integer
 
 
+def slots_of_shares(
+    shares: Float[np.ndarray, "*N"] | float, tokens: Int[np.ndarray, "*N"] | int, minimum: int
+) -> Int[np.ndarray, "*N"]:
+    """Returns `max(⌊share · tokens⌋, minimum)`: the slots of heads that keep shares of the tokens.
+
+    Example:
+      >>> import numpy as np
+      >>> from kvjax.budgets.heads import slots_of_shares
+      >>> slots_of_shares(np.array([0.29, 0.01]), 100, minimum=5).tolist()
+      [29, 5]
+    """
+    slots = np.floor(np.asarray(shares) * tokens + ROUNDING).astype(np.int64)
+    return np.maximum(slots, minimum)
+
+
 @static_value
 @dataclass(frozen=True)
 class HeadShares:
@@ -44,8 +59,7 @@ class HeadShares:
     def __call__(self, lengths: Int[np.ndarray, " L"]) -> Int[np.ndarray, " L"]:
         """Returns the most slots that a head needs, for prompts of these lengths."""
         lengths, most = np.asarray(lengths), max(map(max, self.shares))
-        slots = np.floor(most * lengths + ROUNDING).astype(np.int64)
-        return np.minimum(lengths, np.maximum(slots, self.minimum))
+        return np.minimum(lengths, slots_of_shares(most, lengths, self.minimum))
 
     def of_layer(self, layer: int) -> Float[Array, " H"]:
         """Returns the shares of the heads of one layer."""

@@ -20,7 +20,6 @@ from kvjax.budgets.heads import HeadShares
 from kvjax.serialization import static_value
 
 KINDS = 4  # largest number of different capacities of layers, each of which is compiled once
-ROUNDING = 1e-9  # added before a floor: a product that rounding has left just below an integer
 
 Slots = Int[np.ndarray, "N L"]
 # A layer's slots for prompts of 0, 1, ... tokens, or the shares of its heads.

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.budgets.layers import ROUNDING
+from kvjax.budgets.heads import ROUNDING, slots_of_shares
 from kvjax.checks import check_part
 
 THRESHOLDS = 64  # steps of the ladder, of 12 % each at the default smallest share
@@ -177,7 +177,7 @@ def rectangles(
       Rectangle(heads=(0, 2, 3), slots=60)
     """
     each = np.asarray(shares_of_layer, np.float64)
-    needed = np.maximum(np.floor(each * tokens + ROUNDING).astype(int), minimum).tolist()
+    needed = slots_of_shares(each, tokens, minimum).tolist()
     order = sorted(range(each.size), key=lambda head: (-needed[head], head))
 
     def cost(first: int, end: int) -> float:

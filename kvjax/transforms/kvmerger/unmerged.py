@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.budgets.budgets import check_budget, slots_for
-from kvjax.budgets.layers import ROUNDING
+from kvjax.budgets.heads import ROUNDING
 from kvjax.checks import check_count, check_number
 from kvjax.transforms.held_budget import PromptBudget
 

@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.budgets.budgets import Budget, slots_for
-from kvjax.budgets.layers import ROUNDING, Slots
+from kvjax.budgets.heads import ROUNDING
+from kvjax.budgets.layers import Slots
 from kvjax.serialization import static_value
 
 GENERATED_RATIO = 0.9  # share of generated tokens that stays, times a cosine from 1.0 ...
