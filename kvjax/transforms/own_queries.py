@@ -192,12 +192,11 @@ class OwnQueries(DocumentBudget):
             if step.options.sinks is not None:
                 learned = step.options.sinks.reshape(1, *to_piece.shape[1:3], 1, 1)
                 logits.append(jnp.broadcast_to(learned, (*to_piece.shape[:4], 1)))
-            # Joining them would copy them; and one exponential of the largest is that of all.
-            largest = (x.max(-1, keepdims=True, initial=-jnp.inf) for x in logits)
-            top = functools.reduce(jnp.maximum, largest)
-            top = jnp.where(top > -jnp.inf, top, 0.0)
-            total = top + jnp.log(sum(jnp.exp(x - top).sum(-1, keepdims=True) for x in logits))
+            # The logits are not joined, which would copy them.
+            each = (jax.nn.logsumexp(x, axis=-1, keepdims=True) for x in logits)
+            total = functools.reduce(jnp.logaddexp, each)
             of_tokens = piece.there[:, :, None, :, None]
+            # The largest probability is the exponential of the largest logarithm.
             return jnp.exp(jnp.where(of_tokens, to_piece - total, -jnp.inf).max((2, 3)))
 
         received = jax.lax.map(of_piece, self._pieces(cache, step, document, in_order, is_sink))
