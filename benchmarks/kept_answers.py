@@ -24,6 +24,7 @@ was stopped goes on.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,12 +39,13 @@ from kvjax.evaluation import Estimate, answer_nll, is_right
 from kvjax.evaluation.tasks import Frame, squad
 from kvjax.evaluation.tasks.encoder import Encoder, sentences_of
 from kvjax.evaluation.tasks.wording import HELD_OUT_ADJECTIVES, HELD_OUT_NOUNS, WORDINGS
+from kvjax.generation.calibration import sample_of
 from kvjax.generation.model import as_functional
 from kvjax.models import from_pretrained, load_tokenizer
 
-PASSAGES, NEEDLES = 10, 4  # questions of a passage, and needles of a document with several
+QUESTIONS, NEEDLES = 10, 4  # questions of a passage, and needles of a document with several
 NEW, ROOM = 24, 96  # tokens of an answer and of a question, at most
-SAMPLE_TEXTS, SAMPLE_TOKENS = 3, 1024  # of the profile
+SINKS = 4  # that stay where nothing else does
 
 OWN, KVZIP = "own_queries", "kvzip"
 FOUR, FOUR_EIGHT, EIGHT = "quantize(bits=4)", "quantize(bits=4, key_bits=8)", "quantize"
@@ -104,19 +106,17 @@ def passages(tokenizer: Any, data: str, length: int, count: int) -> Iterator[Doc
     """Yields passages of SQuAD with ten questions each."""
     frame = Frame.of(tokenizer, chat=False)
     task = squad(
-        tokenizer, data=data, length=length, cases=PASSAGES * (count + 5), frame=frame,
-        questions=PASSAGES,
+        tokenizer, data=data, length=length, cases=QUESTIONS * (count + 5), frame=frame,
+        questions=QUESTIONS,
     )  # fmt: skip
-    whole = 0
-    for number in range(task.cases[-1].details["passage"]):
-        cases = [case for case in task.cases if case.details["passage"] == number]
-        if len(cases) < PASSAGES or whole == count:
-            continue
+    of_passages = itertools.groupby(task.cases, key=lambda case: case.details["passage"])
+    # Some passages have fewer questions.
+    whole = (each for _, of_one in of_passages if len(each := list(of_one)) == QUESTIONS)
+    for number, cases in enumerate(itertools.islice(whole, count)):
         answers = [(list(case.details["answer_tokens"]), case.answers[0]) for case in cases]
         yield Document(
-            "prose", whole, cases[0].context, [case.question for case in cases], answers, []
+            "prose", number, cases[0].context, [case.question for case in cases], answers, []
         )
-        whole += 1
 
 
 def haystacks(
@@ -160,38 +160,33 @@ class Measure:
     """The model, its profile, and what compositions take and answer."""
 
     def __init__(self, args: argparse.Namespace, texts: list[str]) -> None:
-        self.model, self.tokenizer = (
-            from_pretrained(args.model, dtype="float32"), load_tokenizer(args.model),
-        )  # fmt: skip
-        self.length = args.length
-        sample = self.tokenizer(Path(args.sample).read_text(), add_special_tokens=False).input_ids
-        starts = np.linspace(0, len(sample) - SAMPLE_TOKENS, SAMPLE_TEXTS).astype(int)
-        sample = [sample[start : start + SAMPLE_TOKENS] for start in starts]
-        self.compositions = {
+        self.model = as_functional(from_pretrained(args.model, dtype="float32"))
+        self.tokenizer, self.length = load_tokenizer(args.model), args.length
+        text = self.tokenizer(Path(args.sample).read_text(), add_special_tokens=False).input_ids
+        sample = sample_of(text, self.model.max_positions)
+        self.compositions = {"full": kvjax.Full()} | {
             text: kvjax.calibrated(text, self.model, sample, document=self.tokenizer)
             for text in texts
         }
+        # Compositions of a method that scores documents share its reading.
         every = self.compositions.values()
-        self.scoring = list({method for tx in every if (method := method_of(tx)) is not None})
-        # The others of one probe, and those without any, share its reading.
-        self.others = [tx for tx in every if method_of(tx) is None]
+        self.read_for = {tx if method_of(tx) is None else method_of(tx) for tx in every}
+        self.full_bytes = bytes_at_rest(self.model, kvjax.Full(), self.length)
 
     def read(self, document: Document) -> ReadDocument:
         """Reads a document once for all compositions."""
         return ReadDocument(
-            self.model, [document.tokens], [kvjax.Full(), *self.others, *self.scoring],
-            max_prompt=self.length + ROOM, max_new=NEW, buckets=[self.length],
-            document=self.tokenizer,
+            self.model, [document.tokens], list(self.read_for), max_prompt=self.length + ROOM,
+            max_new=NEW, buckets=[self.length], document=self.tokenizer,
         )  # fmt: skip
 
-    def context(self, text: str, once: ReadDocument) -> kvjax.Context:
+    def context(self, text: str, document: Document, once: ReadDocument) -> kvjax.Context:
         """Returns the document as a composition keeps it; `nothing` keeps its sinks."""
-        tokens = len(once._prompts[0])
         if text == "nothing":
-            model = once._model
-            sinks = np.arange(tokens) < 4
-            return once.kept(np.broadcast_to(sinks, (model.num_layers, model.kv_heads, tokens)))
-        transform = self.compositions.get(text, kvjax.Full())
+            sinks = np.arange(len(document.tokens)) < SINKS
+            shape = self.model.num_layers, self.model.kv_heads, sinks.size
+            return once.kept(np.broadcast_to(sinks, shape), kvjax.Full())
+        transform = self.compositions[text]
         method = method_of(transform)
         if method is None:
             return once.context(transform)
@@ -217,12 +212,8 @@ class Measure:
 
     def bytes(self, text: str) -> float:
         """Returns the share of the full cache's bytes in bfloat16 that a composition keeps."""
-        functional = as_functional(self.model)
-        kept, full = (
-            bytes_at_rest(functional, tx, self.length)
-            for tx in (self.compositions[text], kvjax.Full())
-        )
-        return kept / full
+        kept = bytes_at_rest(self.model, self.compositions[text], self.length)
+        return kept / self.full_bytes
 
 
 def summary(rows: list[dict], text: str) -> dict[str, Any]:
@@ -304,7 +295,7 @@ def main() -> None:
         left = [each for each in ("full", "nothing", *texts) if not rows.has(method=each, **key)]
         once = measure.read(document) if left else None
         for each in left:
-            scores = measure.asked(document, measure.context(each, once))
+            scores = measure.asked(document, measure.context(each, document, once))
             scores = [round(score, 4) for score in scores]
             rows.add(method=each, **key, scores=scores, depths=document.depths)
     result = [

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,106 +20,65 @@ import kvjax
 from kvjax.attention.layer import Reading, layer_caches
 from kvjax.attention.prompt import step_of
 from kvjax.attention.resting import resize, rounded
+from kvjax.budgets.budgets import slots_for
+from kvjax.budgets.heads import slots_of_shares
 from kvjax.budgets.profile import shares
 from kvjax.cache.nbytes import nbytes
-from kvjax.cache.slots import KVCache, Sizes
+from kvjax.cache.slots import Sizes
 from kvjax.compiled_code import compiled
 from kvjax.compose.chain import parts_of
-from kvjax.decisions import Retain
 from kvjax.evaluation import ReadOnce
 from kvjax.generation.model import FunctionalModel
-from kvjax.generation.new_caches import CacheSize, LayerStates, states_of_layers
-from kvjax.generation.observe import compress_layer
-from kvjax.kit import pytree_node
+from kvjax.generation.new_caches import CacheSize
 from kvjax.transforms.document_budget import DocumentBudget, document_slots
 
 Scores = Float[np.ndarray, "N H S"]
 Kept = Bool[np.ndarray, "N H S"]
 
 
-@pytree_node
-class Choice(NamedTuple):
-    """State of `KeepChosen`.
-
-    Args:
-      stays: whether the token at a position stays, `[H, P]`; later positions are those of others.
-    """
-
-    stays: Bool[Array, "H P"]
-
-
-@dataclass(frozen=True)
-class KeepChosen(kvjax.KVTransform):
-    """Keeps the tokens of which its state says that they stay, in the slots of the full cache."""
-
-    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Choice]:
-        """Lets every token stay."""
-        return cache, Choice(jnp.ones((cache.shape[1], cache.max_prompt), bool))
-
-    def on_prompt(
-        self, cache: KVCache, state: Choice, step: kvjax.kit.Step
-    ) -> tuple[Retain, Choice]:
-        """Keeps the chosen tokens, and all at later positions."""
-        at = jnp.clip(cache.position, 0, state.stays.shape[1] - 1)
-        return Retain(jnp.take_along_axis(state.stays[None], at, axis=-1)), state
-
-
 class ReadDocument(ReadOnce):
     """One document, read once for some methods that score the tokens of documents."""
+
+    @functools.cached_property
+    def _scored(self) -> dict[DocumentBudget, Scores]:
+        """Scores of all layers by method, which all of its budgets share."""
+        return {}
 
     def scores(self, method: DocumentBudget) -> Scores:
         """Returns the scores of all tokens in all layers and KV heads, whatever the budget."""
         method = dataclasses.replace(method, budget=1.0)
         if method not in self._scored:
-            self._scored[method] = self._scores(method)
+            tokens, readings = len(self._prompts[0]), self._observed_for(method).held
+            scores = [np.asarray(_scores_of_layer(method, x))[:, :tokens] for x in readings]
+            self._scored[method] = np.stack(scores)
         return self._scored[method]
 
-    @functools.cached_property
-    def _scored(self) -> dict[DocumentBudget, Scores]:
-        """Scores by method: budgets share them."""
-        return {}
-
-    def _scores(self, method: DocumentBudget) -> Scores:
-        needs = self._needs(method).probe
-        reading = next(
-            context.held for context in self._observed if context.transform.needs.probe == needs
-        )
-        tokens = len(self._prompts[0])
-        return np.stack([np.asarray(_scores(method, layer))[:, :tokens] for layer in reading])
-
-    def kept(self, chosen: Kept, form: kvjax.KVTransform | None = None) -> kvjax.Context:
-        """Returns the document of which the chosen tokens stay.
+    def kept(self, chosen: Kept, form: kvjax.KVTransform) -> kvjax.Context:
+        """Returns the document, awake, of which the chosen tokens stay.
 
         Args:
           chosen: by layer, KV head and token.
-          form: how they are stored; None: as they are.
+          form: how they are stored.
         """
-        transform = KeepChosen() if form is None else kvjax.chain(KeepChosen(), form)
-        layers = self._bind(transform)
-        caches = []
-        read, stays = self._observed[0], np.ones((*chosen.shape[:2], self._size.max_prompt), bool)
-        stays[:, :, : chosen.shape[2]] = chosen
-        states = states_of_layers(layers, self._size)
-        for layer, reading in enumerate(read.held):
-            ((state, heads),) = states[layer].parts
-            choice = Choice(jnp.asarray(stays[layer]))
-            state = choice if form is None else (choice, *state[1:])
-            into = LayerStates(((state, heads),))
-            attention = self._model.attention(layer)
-            copied = jax.tree.map(jnp.copy, reading)  # compressing takes over its memory
-            caches.append(compress_layer(layers[layer], self._size, attention, into, None, copied))
-        about = dataclasses.replace(
-            read, held=(), transform=transform, layers=layers, size=self._size
-        )
-        return dataclasses.replace(about.copy(), held=tuple(caches))
+        observed = self._observed[0]
+        others = self._size.max_prompt - chosen.shape[2]  # slots without a token
+        stays = np.pad(chosen, ((0, 0), (0, 0), (0, others)))[:, None]
+        held = tuple(map(_without_others, observed.held, stays))
+        return self._compressed(form, dataclasses.replace(observed, held=held))
 
 
 @compiled(static_argnums=0)
-def _scores(method: DocumentBudget, reading: Reading) -> Float[Array, "H S"]:
+def _scores_of_layer(method: DocumentBudget, reading: Reading) -> Float[Array, "H S"]:
     """Returns what a method scores the tokens of a layer's reading."""
     step = step_of(reading)
     document = document_slots(reading.kv, step)
     return method.scores(reading.kv, None, step, document)[0]
+
+
+def _without_others(reading: Reading, stays: Bool[np.ndarray, "B H S"]) -> Reading:
+    """Returns a layer's reading, of whose slots these stay."""
+    cache = dataclasses.replace(reading.cache, kv=kvjax.kit.evict(reading.kv, jnp.asarray(stays)))
+    return dataclasses.replace(reading, cache=cache)
 
 
 def chosen_by(transform: kvjax.KVTransform, scores: Scores) -> Kept:
@@ -142,11 +100,11 @@ def chosen_by(transform: kvjax.KVTransform, scores: Scores) -> Kept:
 def slots_of(transform: kvjax.KVTransform, shape: tuple[int, int, int]) -> Int[np.ndarray, "N H"]:
     """Returns how many tokens a composition keeps in each head, of `[layers, heads, tokens]`."""
     method = method_of(transform)
-    each = np.full(shape[:2], method.budget)
-    if isinstance(transform, kvjax.ByHead):
-        profile: Any = transform.profile
-        each = shares(profile.table, method.budget, transform.safeguard)
-    return np.maximum(np.floor(each * shape[2] + 1e-9).astype(int), method.minimum)
+    if not isinstance(transform, kvjax.ByHead):
+        return np.full(shape[:2], slots_for(method.budget, shape[2], method.minimum))
+    profile: Any = transform.profile
+    each = shares(profile.table, method.budget, transform.safeguard)
+    return slots_of_shares(each, shape[2], method.minimum)
 
 
 def bytes_at_rest(
@@ -168,12 +126,11 @@ def bytes_at_rest(
         if isinstance(layer, kvjax.HeadGroups):
             places = layer.order[number]
             of_parts = [[places[head] for head in heads] for heads, _ in layer.groups]
-        taken = (live[number, list(heads)].max() for heads in of_parts)
-        sizes = (
-            Sizes(min(rounded(min(int(most), part.kv.slots)), part.kv.slots), 1, 1)
-            for most, part in zip(taken, parts, strict=True)
+        sizes = tuple(
+            Sizes(min(rounded(int(live[number, list(heads)].max())), part.kv.slots), 1, 1)
+            for heads, part in zip(of_parts, parts, strict=True)
         )
-        total += nbytes(jax.eval_shape(functools.partial(resize, sizes=tuple(sizes)), cache))
+        total += nbytes(resize.eval_shape(cache, sizes))
     return total
 
 
@@ -185,8 +142,7 @@ def method_of(transform: kvjax.KVTransform) -> DocumentBudget | None:
     return methods[0] if methods else None
 
 
-def form_of(transform: kvjax.KVTransform) -> kvjax.KVTransform | None:
-    """Returns how a composition stores what its method keeps; None: as it is."""
+def form_of(transform: kvjax.KVTransform) -> kvjax.KVTransform:
+    """Returns how a composition stores what its method keeps."""
     base = transform.base if isinstance(transform, kvjax.ByHead) else transform
-    forms = [part for part in parts_of(base) if not isinstance(part, DocumentBudget)]
-    return kvjax.chain(*forms) if forms else None
+    return kvjax.chain(*(part for part in parts_of(base) if part != method_of(transform)))

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 from jax.typing import DTypeLike
 
-from kvjax.attention.layer import Cache, Reading
 from kvjax.compose.bind import bind
 from kvjax.devices import automatic
 from kvjax.generation.calibration import with_named
@@ -20,7 +19,7 @@ from kvjax.generation.documents import Document
 from kvjax.generation.fingerprints import Fingerprint
 from kvjax.generation.generate import read, size_to_read
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
-from kvjax.generation.new_caches import CacheSize, LayerStates, states_of_layers
+from kvjax.generation.new_caches import LayerStates, states_of_layers
 from kvjax.generation.observe import Observe, compress_layer, decide_layer, reads_alone
 from kvjax.generation.prompt_checks import as_rows
 from kvjax.generation.turns import Start, first_turn
@@ -113,19 +112,41 @@ class ReadOnce:
         transform = self._named(as_transform(transform, "ReadOnce"))
         if self._reads_alone(transform):
             return read(self._model, self._prompts, transform=transform, **self._options)
+        context = self._compressed(transform, self._observed_for(transform))
+        return context.at_rest(donate=True, compiler=self._compiler)
+
+    def _observed_for(self, transform: KVTransform) -> Context:
+        """Returns the readings that have all that a method needs."""
         needs = self._needs(transform)
         serving = (each for each in self._observed if _serves(each.transform.wanted, needs))  # pyright: ignore[reportAttributeAccessIssue]
         observed = next(serving, None)
         if observed is None:
             raise ValueError(f"{transform!r} needs more of the prompt than was observed: name it")
-        layers = self._bind(transform)
+        return observed
+
+    def _compressed(self, transform: KVTransform, observed: Context) -> Context:
+        """Returns the context, awake, of the caches that a method makes of the readings.
+
+        Layers that are alike share compiled code.
+        """
+        layers, size, compiler = self._bind(transform), self._size, self._compiler
         without_caches = dataclasses.replace(
-            observed, held=(), transform=transform, layers=layers, size=self._size
+            observed, held=(), transform=transform, layers=layers, size=size
         )
-        caches = _compressed(self._model, layers, self._size, observed.held, self._compiler)
+        states = compiler.run("the caches", states_of_layers, layers, size)
+        caches = []
+        for layer, (bound, reading) in enumerate(zip(layers, observed.held, strict=True)):
+            attention, (parts, all_heads) = self._model.attention(layer), states[layer]
+            decided = decide_layer(bound, size, attention, all_heads, reading, compiler)
+            caches.append(
+                compiler.run(
+                    "the compression of a layer", compress_layer, bound, size, attention,
+                    LayerStates(parts), None, decided,
+                )
+            )  # fmt: skip
         # The rest is copied, so that a call may take over the memory of the context.
-        context = dataclasses.replace(without_caches.copy(), held=caches)
-        return context.at_rest(donate=True, compiler=self._compiler)
+        held = tuple(jax.block_until_ready(caches))
+        return dataclasses.replace(without_caches.copy(), held=held)
 
     def _bind(self, transform: KVTransform) -> tuple[KVTransform, ...]:
         return bind(transform, self._model.num_layers, self._model.windows, self._size.max_tokens)
@@ -156,25 +177,3 @@ def _together(every: Iterable[Needs]) -> list[Needs]:
 def _serves(wanted: Needs, needs: Needs) -> bool:
     """Tells whether a reading that has noted what is wanted has all that these needs ask for."""
     return _together((wanted, needs)) == [wanted]
-
-
-def _compressed(
-    model: FunctionalModel,
-    layers: tuple[KVTransform, ...],
-    size: CacheSize,
-    readings: tuple[Reading, ...],
-    compiler: Compiler,
-) -> tuple[Cache, ...]:
-    """Compresses the readings of all layers; layers that are alike share compiled code."""
-    states = compiler.run("the caches", states_of_layers, layers, size)
-    caches = []
-    for layer, (transform, reading) in enumerate(zip(layers, readings, strict=True)):
-        attention, (parts, all_heads) = model.attention(layer), states[layer]
-        decided = decide_layer(transform, size, attention, all_heads, reading, compiler)
-        caches.append(
-            compiler.run(
-                "the compression of a layer", compress_layer, transform, size, attention,
-                LayerStates(parts), None, decided,
-            )
-        )  # fmt: skip
-    return tuple(jax.block_until_ready(caches))
