@@ -94,9 +94,13 @@ NEEDLE, LOSS, ATTENTION = "niah_single_2", "perplexity", "attention"
 
 
 def percent(row: Row) -> str:
-    """A score of answers in per cent, with its interval rounded outwards as in reports."""
-    mean, low, high = (100 * value for value in row.score[:3])
-    return f"{mean:.0f} ({math.floor(low)} to {math.ceil(high)})"
+    """A score of answers in per cent, with its interval."""
+    return in_percent(*row.score[:3])
+
+
+def in_percent(mean: float, low: float, high: float) -> str:
+    """A share in per cent, with its interval rounded outwards as in reports."""
+    return f"{100 * mean:.0f} ({math.floor(100 * low)} to {math.ceil(100 * high)})"
 
 
 def nats(row: Row) -> str:
@@ -421,10 +425,8 @@ def kept_answers(rows: Sequence[dict[str, Any]]) -> str:
     """Recovered prose and needles of `kept_answers.py`, the most bytes first."""
 
     def needles(row: dict[str, Any], kind: str) -> str:
-        if kind not in row:
-            return ""
-        mean, low, high = (100 * row[kind][name] for name in ("mean", "low", "high"))
-        return f"{mean:.0f} ({math.floor(low)} to {math.ceil(high)})"
+        found = row.get(kind)
+        return in_percent(found["mean"], found["low"], found["high"]) if found else ""
 
     def line(row: dict[str, Any]) -> list[str]:
         prose = row["recovery"]

@@ -1,4 +1,4 @@
-"""What goes with a mesh beside `generate`, on eight virtual devices: prints a JSON object of each.
+"""Checks what goes with a mesh beside `generate`, on eight virtual devices, and prints JSON.
 
 `python -m tests.devices.contexts CHECK ...`
 """
