@@ -76,8 +76,8 @@ def fit(
     them, and whose values differ from the outputs by w. So no head is worse than before for these
     queries, and masses count where outputs alone would not tell them apart.
 
-    Memory is O(P² + 1024·S) for P slots that may be fitted: heads come one after the other, queries
-    in blocks. Time grows with `P·S`.
+    Memory is O(P² + 3·1024·S) for P slots that may be fitted: heads come one after the other,
+    queries in blocks. Time grows with `P·S`.
 
     Args:
       q: queries whose attention is to stay, grouped under their KV head and rotated: those of
@@ -201,7 +201,7 @@ def _fit_head(
             off = jnp.where(total > -jnp.inf, off, 0)
             return jnp.square(error).sum() + value_norm * jnp.square(off).sum()
 
-        return jnp.stack([of(*candidate) for candidate in candidates])
+        return jax.vmap(of)(*candidates)
 
     gram, sums = sum_over_queries(for_masses, (square, square[0]))
     new_mass = jnp.pad(_masses(gram, sums, lookups_of_slot), behind)
@@ -209,11 +209,11 @@ def _fit_head(
     gram, moments = sum_over_queries(for_values, (square, jnp.zeros_like(v[:most])))
     new_v = v + jnp.pad(_added_values(gram, moments, lookups_of_slot), (behind, (0, 0)))
     new_v = new_v.astype(dtype).astype(jnp.float32)
-    candidates = (log_mass, v), (new_mass, v), (new_mass, new_v)
+    candidates = jnp.stack([log_mass, new_mass, new_mass]), jnp.stack([v, v, new_v])
     value_norm = jnp.square(v).sum() / jnp.maximum(live.sum(dtype=jnp.float32), 1)
-    errors = sum_over_queries(for_errors, jnp.zeros(len(candidates), jnp.float32))
+    errors = sum_over_queries(for_errors, jnp.zeros(3, jnp.float32))
     best = jnp.argmin(jnp.where(jnp.isnan(errors), jnp.inf, errors))
-    mass, values = (jnp.stack(x)[best] for x in zip(*candidates, strict=True))
+    mass, values = (x[best] for x in candidates)
     return mass, values.astype(dtype)
 
 
