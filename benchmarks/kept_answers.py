@@ -188,7 +188,7 @@ class Measure:
             return once.kept(np.broadcast_to(sinks, shape), kvjax.Full())
         transform = self.compositions[text]
         method = method_of(transform)
-        if method is None:
+        if method is None or method.needs.writes_values:  # a fit changes more than what stays
             return once.context(transform)
         return once.kept(chosen_by(transform, once.scores(method)), form_of(transform))
 

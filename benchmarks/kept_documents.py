@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -79,6 +80,17 @@ def _without_others(reading: Reading, stays: Bool[np.ndarray, "B H S"]) -> Readi
     """Returns a layer's reading, of whose slots these stay."""
     cache = dataclasses.replace(reading.cache, kv=kvjax.kit.evict(reading.kv, jnp.asarray(stays)))
     return dataclasses.replace(reading, cache=cache)
+
+
+def together(contexts: Sequence[kvjax.Context]) -> kvjax.Context:
+    """Returns contexts of one row each as the rows of one; their shapes are equal."""
+    rows = contexts[0].repeat(len(contexts))
+
+    def joined(row: jax.Array, *each: jax.Array) -> jax.Array:
+        return row if row.shape == each[0].shape else jnp.concatenate(each)
+
+    held = jax.tree.map(joined, rows.held, *(context.held for context in contexts))
+    return dataclasses.replace(rows, held=held)
 
 
 def chosen_by(transform: kvjax.KVTransform, scores: Scores) -> Kept:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,7 +19,7 @@ from kvjax.serialization import named
 from kvjax.transforms.document_budget import DocumentBudget, relative_size
 from kvjax.transforms.kvzip.kvzip import KVzip
 from kvjax.transforms.pooling import check_kernel, pool
-from pallas_kernels.base.logits import capped
+from pallas_kernels.base.logits import capped, finite_or_zero
 
 # A token that few tokens follow would get a large mean from one of them that looks back.
 LEAST_FOLLOWERS = 32
@@ -59,15 +58,15 @@ class _Pieces(NamedTuple):
     """Holds a document in N pieces of P tokens, or one of them without the first axis.
 
     Args:
-      turned: queries as a repetition would have them, in float32.
-      query: queries as they are.
-      keys: of the tokens.
+      query: the tokens' queries, in float32.
+      turned: keys as a query of the repetition meets them.
+      keys: keys as they are.
       there: whether there is a token.
       sink: whether it is a sink.
     """
 
-    turned: Float[Array, "N B H G P D"]
-    query: Float[Array, "N B H G P D"]
+    query: Float[Array, "N B H P G D"]
+    turned: Float[Array, "N B H P D"]
     keys: Float[Array, "N B H P D"]
     there: Bool[Array, "N B H P"]
     sink: Bool[Array, "N B H P"]
@@ -174,53 +173,46 @@ class OwnQueries(DocumentBudget):
         in_order: Int[Array, "B H S"],
     ) -> Float[Array, "B H S"]:
         """Returns the largest probability that each token receives in the virtual repetition."""
+        keys = step.keys.astype(jnp.float32)
+        turned = _turned_back(keys, document.sum(-1, dtype=jnp.int32), step)
         is_sink = cache.live & (cache.position < self.sinks)
         sinks = sorted_slots(is_sink, cache.position)[..., : self.sinks]
-        sink_keys = take_slots(step.keys, sinks).astype(jnp.float32)
-        sink_there = take_slots(is_sink, sinks)[:, :, None, None]
-        so_far = jnp.tril(jnp.ones((1, 1, 1, self.piece, self.piece), bool))
+        sink_keys = take_slots(turned, sinks)
+        sink_there = take_slots(is_sink, sinks)[:, :, None]
+        so_far = jnp.tril(jnp.ones((self.piece, self.piece), bool))
+        scale, _, soft_cap = step.options.mask
+        learned = step.options.sinks
 
         def of_piece(piece: _Pieces) -> Float[Array, "B H P"]:
-            asked = (piece.there & ~piece.sink)[:, :, None, None]
-            repeated = piece.there[:, :, None, None] & so_far
-            to_piece = _logits(piece.turned, piece.keys, asked, step)
-            logits = [
-                _logits(piece.turned, sink_keys, sink_there, step),
-                to_piece,
-                _logits(piece.query, piece.keys, repeated, step),
-            ]
-            if step.options.sinks is not None:
-                learned = step.options.sinks.reshape(1, *to_piece.shape[1:3], 1, 1)
-                logits.append(jnp.broadcast_to(learned, (*to_piece.shape[:4], 1)))
-            # The logits are not joined, which would copy them.
-            each = (jax.nn.logsumexp(x, axis=-1, keepdims=True) for x in logits)
-            total = functools.reduce(jnp.logaddexp, each)
-            of_tokens = piece.there[:, :, None, :, None]
+            keys = jnp.concatenate((piece.turned, sink_keys, piece.keys), 2)
+            seen = [(piece.there & ~piece.sink)[:, :, None], sink_there, so_far]
+            seen = [jnp.broadcast_to(x, (*cache.shape[:2], self.piece, x.shape[-1])) for x in seen]
+            seen = jnp.concatenate(seen, -1) & piece.there[..., None]
+            logits = capped(jnp.einsum("bhpgd,bhnd->bhpgn", piece.query, keys) * scale, soft_cap)
+            logits = jnp.where(seen[:, :, :, None], logits, -jnp.inf)
+            total = jax.nn.logsumexp(logits, axis=-1)
+            if learned is not None:
+                total = jnp.logaddexp(total, learned.reshape(1, cache.shape[1], 1, -1))
             # The largest probability is the exponential of the largest logarithm.
-            return jnp.exp(jnp.where(of_tokens, to_piece - total, -jnp.inf).max((2, 3)))
+            to_piece = logits[..., : self.piece] - finite_or_zero(total)[..., None]
+            return jnp.exp(to_piece.max((2, 3)))
 
-        received = jax.lax.map(of_piece, self._pieces(cache, step, document, in_order, is_sink))
+        received = jax.lax.map(
+            of_piece, self._pieces(step.record, turned, keys, document, in_order, is_sink)
+        )
         received = jnp.moveaxis(received, 0, 2).reshape(*cache.shape[:2], -1)[..., : cache.slots]
         return write_slots(jnp.zeros(cache.shape, jnp.float32), in_order, received)
 
     def _pieces(
         self,
-        cache: KVCache,
-        step: Step,
+        record: Record,
+        turned: Float[Array, "B H S D"],
+        keys: Float[Array, "B H S D"],
         document: Bool[Array, "B H S"],
         in_order: Int[Array, "B H S"],
         is_sink: Bool[Array, "B H S"],
     ) -> _Pieces:
         """Cuts the document into pieces."""
-        query = step.record.slots["query"].astype(jnp.float32)
-        turned = query
-        if step.rope is not None:
-            # Turning a query once more adds to its angle. Its length has been scaled already.
-            rope = dataclasses.replace(step.rope, factor=1.0)
-            batch, heads, slots, group, _ = query.shape
-            length = document.sum(-1, dtype=jnp.int32)
-            by = jnp.broadcast_to(length[..., None], (batch, heads, slots * group))
-            turned = rope.rotate(query.reshape(*by.shape, -1), by).reshape(query.shape)
         more = -in_order.shape[2] % self.piece
 
         def cut(x: Array) -> Array:
@@ -228,10 +220,22 @@ class OwnQueries(DocumentBudget):
             x = jnp.pad(x, ((0, 0), (0, 0), (0, more), *((0, 0),) * (x.ndim - 3)))
             return jnp.moveaxis(x.reshape(*x.shape[:2], -1, self.piece, *x.shape[3:]), 2, 0)
 
-        keys = step.keys.astype(jnp.float32)
-        pieces = _Pieces(*map(cut, (turned, query, keys, document, is_sink)))
-        turned, query = jnp.moveaxis(pieces.turned, 4, 3), jnp.moveaxis(pieces.query, 4, 3)
-        return pieces._replace(turned=turned, query=query)
+        query = record.slots["query"].astype(jnp.float32)
+        return _Pieces(*map(cut, (query, turned, keys, document, is_sink)))
+
+
+def _turned_back(
+    keys: Float[Array, "B H S D"], length: Int[Array, "B H"], step: Step
+) -> Float[Array, "B H S D"]:
+    """Returns keys as queries meet them that are turned on by so many positions.
+
+    Turning the keys back gives the same products. There are fewer keys than queries, and one angle
+    for all of them.
+    """
+    if step.rope is None:
+        return keys
+    # Turning a key once more adds to its angle. Its length has been scaled already.
+    return dataclasses.replace(step.rope, factor=1.0).rotate(keys, -length[..., None])
 
 
 def _followers(
@@ -242,15 +246,3 @@ def _followers(
     followers = length - jax.lax.broadcasted_iota(length.dtype, in_order.shape, 2)
     followers = jnp.maximum(followers, LEAST_FOLLOWERS).astype(jnp.float32)
     return write_slots(jnp.ones(in_order.shape), in_order, followers)
-
-
-def _logits(
-    q: Float[Array, "B H G P D"],
-    k: Float[Array, "B H N D"],
-    seen: Bool[Array, "B H #1 #P N"],
-    step: Step,
-) -> Float[Array, "B H G P N"]:
-    """Returns the logits of an attention, -inf where a key is not seen."""
-    scale, _, soft_cap = step.options.mask
-    logits = capped(jnp.einsum("bhgpd,bhnd->bhgpn", q, k) * scale, soft_cap)
-    return jnp.where(seen, logits, -jnp.inf)

@@ -66,34 +66,14 @@ def attention_by_blocks(
     def query_block(n, results):
         i = blocks.num_query - 1 - n  # block i - 1 replaces what the last block's padding gave
         q_i = blocks.queries(i, q).astype(k.dtype) * to_query
-        rows = q_i.shape[:3]
 
-        def key_block(j, carry):
-            top, total, acc = carry
-            k_j, v_j = blocks.keys(j, k, v)
-            logits = capped(products(q_i, k_j) * to_product, mask.soft_cap)
-            logits, v_j = blocks.where_masked(
-                i, j, lambda j, x: (blocks.masked(i, j, x[0]), blocks.live(j, x[1])), (logits, v_j)
-            )
-            new_top = jnp.maximum(top, logits.max(-1))
-            finite = finite_or_zero(new_top)
-            weights = jnp.exp(logits - finite[..., None])
-            shrink = jnp.exp(top - finite)
-            acc = acc * shrink[..., None] + jnp.einsum(
-                "bhqk,bhkd->bhqd", as_weights(weights, v.dtype), v_j,
-                preferred_element_type=jnp.float32,
-            )  # fmt: skip
-            return new_top, total * shrink + weights.sum(-1), acc
+        def key_block(j, mix):
+            return blocks.mixed(i, j, q_i, k, v, mask.soft_cap, to_product, mix)[0]
 
-        start = (
-            jnp.full(rows, -jnp.inf, jnp.float32),
-            jnp.zeros(rows, jnp.float32),
-            jnp.zeros((*rows, head_dim), jnp.float32),
-        )
+        start = _Mix.empty(jnp.full(q_i.shape[:3], -jnp.inf), head_dim)
         start = varying(start, q, k, v, *blocks[:4])
-        top, total, acc = jax.lax.fori_loop(*blocks.keys_of_query(i), key_block, start)
-        out = unscaled(acc, v.dtype) / or_one(total)[..., None]
-        return blocks.put(i, results, (out.astype(v.dtype), top + jnp.log(total)))
+        mix = jax.lax.fori_loop(*blocks.keys_of_query(i), key_block, start)
+        return blocks.put(i, results, (mix.out(v.dtype), mix.lse))
 
     results = jnp.zeros(q.shape, v.dtype), jnp.zeros(q.shape[:-1], jnp.float32)
     results = varying(results, q, k, v, *blocks[:4])
@@ -104,15 +84,14 @@ def attention_and_sums_by_blocks(
     *args,
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G S"]]:
     """Computes `prompt_attention_and_sums`."""
-    return _attention_and_columns(*args, start=0.0, add=_add_sums)
+    return _attention_and_columns(*args, add=_add_shares)
 
 
 def attention_and_maxima_by_blocks(
     *args,
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G S"]]:
     """Computes `prompt_attention_and_maxima`."""
-    out, lse, top = _attention_and_columns(*args, start=-jnp.inf, add=_add_maxima)
-    return out, lse, jnp.exp(top)
+    return _attention_and_columns(*args, add=_largest_shares)
 
 
 def _attention_and_columns(
@@ -123,17 +102,18 @@ def _attention_and_columns(
     elsewhere: Float[Array, "B H G T"],
     mask: Mask,
     *,
-    start: float,
-    add: Callable[[Array, Array], Array],
+    add: Callable[[Array, Array, Array], Array],
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G S"]]:
     """Computes attention, and reduces all probabilities of a slot to one number.
 
-    Logits of a block of queries with all slots are held, so that each product of queries and keys
-    is computed once.
+    Weights of a block of queries with all slots are held, so that each product of queries and keys
+    and each exponential is computed once.
 
     Args:
       elsewhere: log-sum-exps of columns of the softmax that are not among the slots.
-      start, add: as in `_over_queries`.
+      add: returns the numbers `[B, H, G, S]` of a block after more queries, of the numbers before,
+        of these queries' weights `[B, H, G, T, S]`, and of what makes them probabilities, `[B, H,
+        G, T]`. Numbers are 0 before any query.
     """
     q, blocks = queries.q, _Blocks.of(queries, seen, mask.window, held=True)
     to_query, to_product = _factors(mask.scale, k.dtype)
@@ -144,51 +124,57 @@ def _attention_and_columns(
         i = blocks.num_query - 1 - n  # block i - 1 replaces what the last block's padding gave
         in_sight = blocks.keys_of_query(i)
         q_i = blocks.queries(i, q).astype(k.dtype) * to_query
-        others = blocks.queries(i, elsewhere)
 
-        def score(j, carry):
-            top, held = carry
-            (k_j,) = blocks.keys(j, k)
-            logits = capped(products(q_i, k_j) * to_product, mask.soft_cap)
-            logits = blocks.where_masked(i, j, lambda j, x: blocks.masked(i, j, x), logits)
-            return jnp.maximum(top, logits.max(-1)), put_block(held, logits[None], j, 0)
+        def key_block(j, carry):
+            mix, (held, tops) = carry
+            mix, weights = blocks.mixed(i, j, q_i, k, v, mask.soft_cap, to_product, mix)
+            return mix, (put_block(held, weights[None], j, 0), put_block(tops, mix.top[None], j, 0))
 
-        top, held = jax.lax.fori_loop(*in_sight, score, (others, held))
-        finite = finite_or_zero(top)
-
-        def mix(j, carry):
-            total, acc = carry
-            weights = jnp.exp(entry_of(held, j) - finite[..., None])
-            (v_j,) = blocks.keys(j, v)
-            v_j = blocks.where_masked(i, j, lambda j, x: blocks.live(j, x), v_j)
-            acc += jnp.einsum(
-                "bhqk,bhkd->bhqd", as_weights(weights, v.dtype), v_j,
-                preferred_element_type=jnp.float32,
-            )  # fmt: skip
-            return total + weights.sum(-1), acc
-
-        acc = varying(jnp.zeros((*rows, q.shape[-1]), jnp.float32), q, k, v, *blocks[:4])
-        total, acc = jax.lax.fori_loop(*in_sight, mix, (jnp.exp(others - finite), acc))
-        lse = top + jnp.log(total)
+        start = _Mix.empty(blocks.queries(i, elsewhere), q.shape[-1])
+        start = varying(start, q, k, v, *blocks[:4])
+        mix, held = jax.lax.fori_loop(*in_sight, key_block, (start, held))
 
         def add_block(j, numbers):
-            log_p = entry_of(held, j) - finite_or_zero(lse)[..., None]
-            log_p = log_p.reshape(*q.shape[:3], -1, blocks.key_size)
-            first, size = j * blocks.key_size, blocks.key_size
-            return put_block(numbers, add(block_of(numbers, first, size, 3), log_p), first, 3)
+            weights, top = (entry_of(x, j) for x in held)
+            weights, share = (
+                x.reshape(*q.shape[:3], -1, *x.shape[3:]) for x in (weights, mix.share(top))
+            )
+            first = j * blocks.key_size
+            after = add(block_of(numbers, first, blocks.key_size, 3), weights, share)
+            return put_block(numbers, after, first, 3)
 
         numbers = jax.lax.fori_loop(*in_sight, add_block, numbers)
-        out = unscaled(acc, v.dtype) / or_one(total)[..., None]
-        return blocks.put(i, results, (out.astype(v.dtype), lse)), numbers, held
+        return blocks.put(i, results, (mix.out(v.dtype), mix.lse)), numbers, held
 
     carry = (
         (jnp.zeros(q.shape, v.dtype), jnp.zeros(q.shape[:-1], jnp.float32)),
-        jnp.full((*q.shape[:3], seen.places), start, jnp.float32),
-        jnp.zeros((blocks.num_key, *rows, blocks.key_size), jnp.float32),
+        jnp.zeros((*q.shape[:3], seen.places), jnp.float32),
+        (
+            jnp.zeros((blocks.num_key, *rows, blocks.key_size), jnp.float32),
+            jnp.zeros((blocks.num_key, *rows), jnp.float32),
+        ),
     )
     elsewhere, carry = varying((elsewhere, carry), q, k, v, *blocks[:4])
     (out, lse), numbers, _ = jax.lax.fori_loop(0, blocks.num_query, query_block, carry)
     return out, lse, numbers
+
+
+def _add_shares(
+    sums: Float[Array, "B H G S"],
+    weights: Float[Array, "B H G T S"],
+    share: Float[Array, "B H G T"],
+) -> Float[Array, "B H G S"]:
+    """Adds the probabilities of more queries."""
+    return sums + jnp.einsum("bhgq,bhgqk->bhgk", share, weights, precision="highest")
+
+
+def _largest_shares(
+    maxima: Float[Array, "B H G S"],
+    weights: Float[Array, "B H G T S"],
+    share: Float[Array, "B H G T"],
+) -> Float[Array, "B H G S"]:
+    """Takes more queries into the largest probabilities."""
+    return jnp.maximum(maxima, (weights * share[..., None]).max(3))
 
 
 def sums_by_blocks(*args) -> Float[Array, "B H G S"]:
@@ -257,6 +243,39 @@ def _over_queries(
     return jnp.concatenate((numbers[..., : -blocks.key_size], numbers[..., -tail:]), axis=-1)
 
 
+class _Mix(NamedTuple):
+    """Holds the attention of a block of queries over some of the slots.
+
+    Args:
+      top: largest logits, by which weights `exp(logit − top)` are scaled.
+      total: sums of the weights.
+      acc: sums of the values, times their weights.
+    """
+
+    top: Float[Array, "B H Q"]
+    total: Float[Array, "B H Q"]
+    acc: Float[Array, "B H Q D"]
+
+    @classmethod
+    def empty(cls, elsewhere: Float[Array, "B H Q"], head_dim: int) -> _Mix:
+        """Makes the attention before any slot, beside columns with these log-sum-exps."""
+        total = jnp.where(elsewhere > -jnp.inf, 1.0, 0.0)
+        return cls(elsewhere, total, jnp.zeros((*elsewhere.shape, head_dim), jnp.float32))
+
+    @property
+    def lse(self) -> Float[Array, "B H Q"]:
+        """Log-sum-exps of all logits."""
+        return self.top + jnp.log(self.total)
+
+    def out(self, dtype: DTypeLike) -> Float[Array, "B H Q D"]:
+        """Returns the attention's output."""
+        return (unscaled(self.acc, dtype) / or_one(self.total)[..., None]).astype(dtype)
+
+    def share(self, top: Float[Array, "B H Q"]) -> Float[Array, "B H Q"]:
+        """Returns what makes weights that are scaled by `top` probabilities."""
+        return jnp.exp(top - finite_or_zero(self.top)) / or_one(self.total)
+
+
 class _Blocks(NamedTuple):
     """Queries and slots cut into blocks, with the range of blocks that each block meets.
 
@@ -320,6 +339,23 @@ class _Blocks(NamedTuple):
     def keys(self, j, *rows):
         """Returns block j of `rows [B, H, S, ...]`."""
         return tuple(block_of(x, j * self.key_size, self.key_size, 2) for x in rows)
+
+    def mixed(self, i, j, q_i, k, v, soft_cap, to_product, mix: _Mix) -> tuple[_Mix, Array]:
+        """Adds slots j to the attention of queries i; returns their weights `[B, H, Q, K]` too."""
+        k_j, v_j = self.keys(j, k, v)
+        logits = capped(products(q_i, k_j) * to_product, soft_cap)
+        logits, v_j = self.where_masked(
+            i, j, lambda j, x: (self.masked(i, j, x[0]), self.live(j, x[1])), (logits, v_j)
+        )
+        top = jnp.maximum(mix.top, logits.max(-1))
+        finite = finite_or_zero(top)
+        weights = jnp.exp(logits - finite[..., None])
+        shrink = jnp.exp(mix.top - finite)
+        acc = mix.acc * shrink[..., None] + jnp.einsum(
+            "bhqk,bhkd->bhqd", as_weights(weights, v.dtype), v_j,
+            preferred_element_type=jnp.float32,
+        )  # fmt: skip
+        return _Mix(top, mix.total * shrink + weights.sum(-1), acc), weights
 
     def masked(self, i, j, logits):
         """Returns logits of queries i with slots j, with biases, `-inf` where a slot is unseen."""

@@ -16,7 +16,14 @@ from kvjax.models import DecoderConfig, RopeConfig, random_decoder
 from tests.support.tolerances import close
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from kept_documents import ReadDocument, bytes_at_rest, chosen_by, form_of, method_of
+from kept_documents import (
+    ReadDocument,
+    bytes_at_rest,
+    chosen_by,
+    form_of,
+    method_of,
+    together,
+)
 
 MODEL = random_decoder(
     DecoderConfig(
@@ -48,6 +55,24 @@ def test_masks_answer_as_real_storage_does(method, form):
         assert bytes_at_rest(as_functional(MODEL), transform, 90, "float32") == expected
         losses = [answer_nll(MODEL, x, answers, questions) for x in (masked, real)]
         close(*losses)
+
+
+@pytest.mark.slow
+def test_contexts_that_are_joined_answer_as_each_does():
+    rng = np.random.default_rng(6)
+    text, *questions = (rng.integers(64, size=n).tolist() for n in (90, 7, 12))
+    method = METHODS[1]
+    once = ReadDocument(
+        MODEL, [text], [method], max_prompt=136, max_new=8, buckets=[96], document=True
+    )
+    chosen = [once.scores(method) > least for least in (0.0, 0.05)]
+    contexts = [once.kept(each, kvjax.Quantize(4, 16)) for each in chosen]
+    apart = [
+        kvjax.generate(MODEL, [question], context=each.copy(), max_new_tokens=8).tokens[0]
+        for each, question in zip(contexts, questions, strict=True)
+    ]
+    joined = kvjax.generate(MODEL, questions, context=together(contexts), max_new_tokens=8).tokens
+    assert [list(row) for row in joined] == [list(row) for row in apart]
 
 
 def kept(context: kvjax.Context) -> list:

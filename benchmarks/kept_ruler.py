@@ -1,0 +1,138 @@
+"""RULER's tasks where part of a document is kept and the question comes after it.
+
+    python benchmarks/kept_ruler.py --model FILE --text essays.txt --sample wikitext2.valid.txt \\
+        --out benchmarks/results/kept_ruler_qwen.json
+
+One row a method, as kvpress shows RULER: for each share of the tokens, the mean over the tasks, in
+per cent. `tasks` has each task's mean. Answers come from the slots of the full cache, of which a
+composition keeps some (`kept_documents.py`), and all shares of a method answer as rows of one call.
+RULER's two tasks of questions about articles are not among those that kvjax makes.
+
+Rows go into `--cells`, a case and a method at a time, and a run that was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from common import Rows, save
+from kept_documents import ReadDocument, chosen_by, form_of, method_of, together
+
+import kvjax
+from kvjax.evaluation.tasks import RULER_TASKS, Case, Frame, ruler
+from kvjax.generation.calibration import sample_of
+from kvjax.generation.model import as_functional
+from kvjax.models import from_pretrained, load_tokenizer
+
+SHARES = 0.5, 0.25, 0.125, 0.0625
+NEW, ROOM = 128, 160  # tokens of an answer and of a question, at most
+METHODS = {
+    "own_queries": "by_head(own_queries({}))",
+    "own_queries, 4 bits": "by_head(chain(own_queries({}), quantize(bits=4)))",
+    "kvzip": "by_head(kvzip({}))",
+}
+
+
+FULL = "full"
+
+
+class Measure:
+    """The model, its compositions, and what they score in a case."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.model = as_functional(from_pretrained(args.model, dtype="float32"))
+        self.tokenizer, self.length = load_tokenizer(args.model), args.length
+        text = self.tokenizer(Path(args.sample).read_text(), add_special_tokens=False).input_ids
+        sample = sample_of(text, self.model.max_positions)
+        self.compositions = {
+            method: [
+                kvjax.calibrated(text.format(share), self.model, sample, document=self.tokenizer)
+                for share in SHARES
+            ]
+            for method, text in METHODS.items()
+        }
+
+    def read(self, case: Case) -> ReadDocument:
+        """Reads the text of a case once for all methods."""
+        methods = {method_of(each[0]): None for each in self.compositions.values()}
+        return ReadDocument(
+            self.model, [case.context], list(methods), max_prompt=self.length + ROOM, max_new=NEW,
+            buckets=[self.length], document=self.tokenizer,
+        )  # fmt: skip
+
+    def texts(self, method: str, case: Case, once: ReadDocument) -> list[str]:
+        """Returns the answer of each share of a method; the full cache has one."""
+        if method == FULL:
+            shape = self.model.num_layers, self.model.kv_heads, len(case.context)
+            contexts = [once.kept(np.ones(shape, bool), kvjax.Full())] * len(SHARES)
+        else:
+            contexts = [
+                once.kept(chosen_by(each, once.scores(method_of(each))), form_of(each))
+                for each in self.compositions[method]
+            ]
+        answers = kvjax.generate(
+            self.model, [case.question] * len(SHARES), context=together(contexts),
+            max_new_tokens=NEW, end_tokens=(), buckets=[ROOM],
+        ).tokens  # fmt: skip
+        # One program serves all tasks, though some have fewer new tokens.
+        texts = self.tokenizer.batch_decode(np.asarray(answers)[:, : case.max_new])
+        return texts[:1] if method == FULL else texts
+
+
+def main() -> None:
+    """Runs it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="folder or GGUF file of the model")
+    parser.add_argument("--text", required=True, help="what needles are hidden in")
+    parser.add_argument("--sample", required=True, help="text from which the profile is made")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a prompt")
+    parser.add_argument("--cases", type=int, default=2, help="of each task")
+    parser.add_argument("--cells", help="file of the rows; the result's name and .cells.json")
+    parser.add_argument("--out", required=True)
+    args = parser.parse_args()
+    measure = Measure(args)
+    frame = Frame.of(measure.tokenizer, chat=False)
+    tasks = [
+        ruler(
+            name, measure.tokenizer, Path(args.text).read_text(), length=args.length,
+            cases=args.cases, seed=0, frame=frame,
+        )
+        for name in RULER_TASKS
+    ]  # fmt: skip
+    about = {
+        "benchmark": "kept_ruler", "model": Path(args.model).name, "tokens": args.length,
+        "cases": args.cases,
+    }  # fmt: skip
+    rows = Rows(args.cells or f"{args.out.removesuffix('.json')}.cells.json", about)
+    for number in range(args.cases):
+        for task in tasks:
+            case, key = task.cases[number], {"task": task.name, "number": number}
+            left = [each for each in (FULL, *METHODS) if not rows.has(method=each, **key)]
+            once = measure.read(case) if left else None
+            for method in left:
+                scores = [task.score(text, case) for text in measure.texts(method, case, once)]
+                rows.add(method=method, **key, scores=scores)
+    save(args.out, {**about, "shares": SHARES, "rows": means(rows.rows)})
+
+
+def means(rows: Sequence[dict]) -> list[dict]:
+    """Returns the mean of each method over the tasks, in per cent, and each task's."""
+    result = []
+    for method in (FULL, *METHODS):
+        tasks = {
+            task: np.mean(
+                [row["scores"] for row in rows if (row["method"], row["task"]) == (method, task)], 0
+            )
+            for task in RULER_TASKS
+        }
+        of_tasks = {task: (100 * score).round(1).tolist() for task, score in tasks.items()}
+        mean = (100 * np.mean(list(tasks.values()), 0)).round(1).tolist()
+        result.append({"method": method, "mean": mean, "tasks": of_tasks})
+    return result
+
+
+if __name__ == "__main__":
+    main()
