@@ -30,9 +30,9 @@ from kvjax.models import from_pretrained, load_tokenizer
 SHARES = 0.5, 0.25, 0.125, 0.0625
 NEW, ROOM = 128, 160  # tokens of an answer and of a question, at most
 METHODS = {
-    "own_queries": "by_head(own_queries({}))",
-    "own_queries, 4 bits": "by_head(chain(own_queries({}), quantize(bits=4)))",
-    "kvzip": "by_head(kvzip({}))",
+    "own_queries": "by_head(own_queries(budget={}))",
+    "own_queries, 4 bits": "by_head(chain(own_queries(budget={}), quantize(bits=4)))",
+    "kvzip": "by_head(kvzip(budget={}))",
 }
 
 

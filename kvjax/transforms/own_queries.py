@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -52,24 +52,6 @@ class DocumentQueries(Probe):
                 "query": write_slots(query, chunk.slots, new),
             }
         )
-
-
-class _Pieces(NamedTuple):
-    """Holds a document in N pieces of P tokens, or one of them without the first axis.
-
-    Args:
-      query: the tokens' queries, in float32.
-      turned: keys as a query of the repetition meets them.
-      keys: keys as they are.
-      there: whether there is a token.
-      sink: whether it is a sink.
-    """
-
-    query: Float[Array, "N B H P G D"]
-    turned: Float[Array, "N B H P D"]
-    keys: Float[Array, "N B H P D"]
-    there: Bool[Array, "N B H P"]
-    sink: Bool[Array, "N B H P"]
 
 
 @named("own_queries")
@@ -173,8 +155,7 @@ class OwnQueries(DocumentBudget):
         in_order: Int[Array, "B H S"],
     ) -> Float[Array, "B H S"]:
         """Returns the largest probability that each token receives in the virtual repetition."""
-        keys = step.keys.astype(jnp.float32)
-        turned = _turned_back(keys, document.sum(-1, dtype=jnp.int32), step)
+        turned = _turned_back(step.keys, document.sum(-1, dtype=jnp.int32), step)
         is_sink = cache.live & (cache.position < self.sinks)
         sinks = sorted_slots(is_sink, cache.position)[..., : self.sinks]
         sink_keys = take_slots(turned, sinks)
@@ -183,12 +164,15 @@ class OwnQueries(DocumentBudget):
         scale, _, soft_cap = step.options.mask
         learned = step.options.sinks
 
-        def of_piece(piece: _Pieces) -> Float[Array, "B H P"]:
-            keys = jnp.concatenate((piece.turned, sink_keys, piece.keys), 2)
-            seen = [(piece.there & ~piece.sink)[:, :, None], sink_there, so_far]
+        def of_piece(piece: tuple[Array, Array]) -> Float[Array, "B H P"]:
+            slots, there = piece
+            query = take_slots(step.record.slots["query"], slots).astype(jnp.float32)
+            keys = (take_slots(turned, slots), sink_keys, take_slots(step.keys, slots))
+            keys = jnp.concatenate(keys, 2).astype(jnp.float32)
+            seen = [(there & ~take_slots(is_sink, slots))[:, :, None], sink_there, so_far]
             seen = [jnp.broadcast_to(x, (*cache.shape[:2], self.piece, x.shape[-1])) for x in seen]
-            seen = jnp.concatenate(seen, -1) & piece.there[..., None]
-            logits = capped(jnp.einsum("bhpgd,bhnd->bhpgn", piece.query, keys) * scale, soft_cap)
+            seen = jnp.concatenate(seen, -1) & there[..., None]
+            logits = capped(jnp.einsum("bhpgd,bhnd->bhpgn", query, keys) * scale, soft_cap)
             logits = jnp.where(seen[:, :, :, None], logits, -jnp.inf)
             total = jax.nn.logsumexp(logits, axis=-1)
             if learned is not None:
@@ -197,41 +181,25 @@ class OwnQueries(DocumentBudget):
             to_piece = logits[..., : self.piece] - finite_or_zero(total)[..., None]
             return jnp.exp(to_piece.max((2, 3)))
 
-        received = jax.lax.map(
-            of_piece, self._pieces(step.record, turned, keys, document, in_order, is_sink)
-        )
-        received = jnp.moveaxis(received, 0, 2).reshape(*cache.shape[:2], -1)[..., : cache.slots]
-        return write_slots(jnp.zeros(cache.shape, jnp.float32), in_order, received)
-
-    def _pieces(
-        self,
-        record: Record,
-        turned: Float[Array, "B H S D"],
-        keys: Float[Array, "B H S D"],
-        document: Bool[Array, "B H S"],
-        in_order: Int[Array, "B H S"],
-        is_sink: Bool[Array, "B H S"],
-    ) -> _Pieces:
-        """Cuts the document into pieces."""
-        more = -in_order.shape[2] % self.piece
-
         def cut(x: Array) -> Array:
-            x = take_slots(x, in_order)
-            x = jnp.pad(x, ((0, 0), (0, 0), (0, more), *((0, 0),) * (x.ndim - 3)))
-            return jnp.moveaxis(x.reshape(*x.shape[:2], -1, self.piece, *x.shape[3:]), 2, 0)
+            x = jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % self.piece)))
+            return jnp.moveaxis(x.reshape(*x.shape[:2], -1, self.piece), 2, 0)
 
-        query = record.slots["query"].astype(jnp.float32)
-        return _Pieces(*map(cut, (query, turned, keys, document, is_sink)))
+        pieces = cut(in_order), cut(take_slots(document, in_order))
+        received = jnp.moveaxis(jax.lax.map(of_piece, pieces), 0, 2)
+        received = received.reshape(*cache.shape[:2], -1)[..., : cache.slots]
+        return write_slots(jnp.zeros(cache.shape, jnp.float32), in_order, received)
 
 
 def _turned_back(
     keys: Float[Array, "B H S D"], length: Int[Array, "B H"], step: Step
 ) -> Float[Array, "B H S D"]:
-    """Returns keys as queries meet them that are turned on by so many positions.
+    """Returns keys, in float32, as queries meet them that are turned on by so many positions.
 
     Turning the keys back gives the same products. There are fewer keys than queries, and one angle
     for all of them.
     """
+    keys = keys.astype(jnp.float32)
     if step.rope is None:
         return keys
     # Turning a key once more adds to its angle. Its length has been scaled already.
