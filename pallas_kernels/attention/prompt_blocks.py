@@ -1,7 +1,7 @@
 """The XLA reference of a prompt's attention, column sums and maxima: loops over blocks.
 
-They hold one block of logits at a time; where sums or maxima come with attention, those of a
-block of queries with all slots. Blocks before the first and after the last that a query may see are
+They hold one block of logits at a time; where sums or maxima come with attention, the weights of
+a block of queries with all slots. Blocks before the first and after the last that a query may see are
 skipped at run time. On a CPU, only blocks in which a query does not see a slot, or a slot has a
 bias, are masked: those at the diagonal, at a window's end and with free slots.
 
@@ -44,7 +44,7 @@ QUERY_BLOCK = 256
 KEY_BLOCK = 256
 MOST_SLOTS = 1024
 MOST_LOGITS = 1_250_000  # of a tile over all rows and heads
-# Logits of a block of queries with all slots, where they are held: few enough to stay in the
+# Weights of a block of queries with all slots, where they are held: few enough to stay in the
 # processor's caches.
 MOST_HELD = 6_000_000
 # Elsewhere each block costs a few launches, so a few large blocks should be best. Not measured yet.
@@ -295,7 +295,7 @@ class _Blocks(NamedTuple):
 
     @classmethod
     def of(cls, queries: Queries, seen: Seen, window: int | None, *, held: bool = False):
-        """Cuts queries and slots; `held`: whether logits of a block with all slots are held."""
+        """Cuts queries and slots; `held`: whether weights of a block with all slots are held."""
         q = queries.q
         heads = counted_rows(q) * q.shape[1] * q.shape[2]
         query_size, key_size = _block_sizes(heads, q.shape[3], seen.places, window)
