@@ -1,7 +1,8 @@
 """Attention of a prompt over a cache, and the sums and maxima of its softmax's columns.
 
 All operations take slots in any order: positions decide what a query sees. They hold one block of
-logits at a time for each program that runs, or on a CPU the weights of a block of queries with all slots.
+logits at a time for each program that runs, or on a CPU the weights of a block of queries with all
+slots.
 """
 
 from __future__ import annotations

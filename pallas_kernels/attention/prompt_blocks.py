@@ -1,9 +1,9 @@
 """The XLA reference of a prompt's attention, column sums and maxima: loops over blocks.
 
 They hold one block of logits at a time; where sums or maxima come with attention, the weights of
-a block of queries with all slots. Blocks before the first and after the last that a query may see are
-skipped at run time. On a CPU, only blocks in which a query does not see a slot, or a slot has a
-bias, are masked: those at the diagonal, at a window's end and with free slots.
+a block of queries with all slots. Blocks before the first and after the last that a query may see
+are skipped at run time. On a CPU, only blocks in which a query does not see a slot, or a slot has
+a bias, are masked: those at the diagonal, at a window's end and with free slots.
 
 On a GPU, the device alone knows the bounds of these loops. XLA runs loops from the host, so it
 waits for the device before each block.
