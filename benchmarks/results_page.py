@@ -441,17 +441,6 @@ def kept_answers(rows: Sequence[dict[str, Any]]) -> str:
     return markdown(headings, map(line, by_bytes))
 
 
-def kept_ruler(results: dict[str, Any]) -> str:
-    """Means over RULER's tasks by `kept_ruler.py`, a method to a row."""
-
-    def line(row: dict[str, Any]) -> list[str]:
-        means = [f"{mean:.1f}" for mean in row["mean"]]
-        return [f"`{row['method']}`", *(means if len(means) > 1 else means * len(kept))]
-
-    kept = [f"{100 * share:g} %" for share in results["shares"]]
-    return markdown(["method", *kept], map(line, results["rows"]))
-
-
 def speed(rows: Sequence[dict[str, Any]]) -> str:
     """Of `kvjax bench`."""
     headings = [
@@ -543,7 +532,6 @@ def tables(folders: dict[str, Results]) -> tuple[list[Results], dict[str, str]]:
         "newcomer_qwen": newcomer(read("newcomer_qwen")["rows"]),
         "at_rest_smollm2": at_rest(read("at_rest_smollm2")["rows"]),
         **{name: kept_answers(read(name)["rows"]) for name in KEPT_ANSWERS},
-        "kept_ruler_qwen": kept_ruler(read("kept_ruler_qwen")),
         "first": first([folders["needles_small_smollm2"], folders["needles"]]),
         **{made.__name__: made(read("vs_kvpress_kvzip_smollm2")["rows"]) for made in KVZIP},
         **device_tables(),
