@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from common import Rows, save
-from kept_documents import ReadDocument, bytes_at_rest, chosen_by, form_of, method_of
+from kept_documents import ReadDocument, bytes_at_rest, method_of
 
 import kvjax
 from kvjax.evaluation import Estimate, answer_nll, is_right
@@ -190,7 +190,7 @@ class Measure:
         method = method_of(transform)
         if method is None or method.needs.writes_values:  # a fit changes more than what stays
             return once.context(transform)
-        return once.kept(chosen_by(transform, once.scores(method)), form_of(transform))
+        return once.kept_by(transform)
 
     def asked(self, document: Document, context: kvjax.Context) -> list[float]:
         """Returns the loss of each right answer, or whether each needle is written."""

@@ -54,6 +54,11 @@ class ReadDocument(ReadOnce):
             self._scored[method] = np.stack(scores)
         return self._scored[method]
 
+    def kept_by(self, transform: kvjax.KVTransform) -> kvjax.Context:
+        """Returns the document, awake, as a composition keeps it whose method scores documents."""
+        chosen = chosen_by(transform, self.scores(method_of(transform)))
+        return self.kept(chosen, form_of(transform))
+
     def kept(self, chosen: Kept, form: kvjax.KVTransform) -> kvjax.Context:
         """Returns the document, awake, of which the chosen tokens stay.
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 from common import Rows, save
-from kept_documents import ReadDocument, chosen_by, form_of, method_of, together
+from kept_documents import ReadDocument, method_of, together
 
 import kvjax
 from kvjax.evaluation.tasks import RULER_TASKS, Case, Frame, ruler
@@ -34,8 +34,6 @@ METHODS = {
     "own_queries, 4 bits": "by_head(chain(own_queries(budget={}), quantize(bits=4)))",
     "kvzip": "by_head(kvzip(budget={}))",
 }
-
-
 FULL = "full"
 
 
@@ -69,10 +67,7 @@ class Measure:
             shape = self.model.num_layers, self.model.kv_heads, len(case.context)
             contexts = [once.kept(np.ones(shape, bool), kvjax.Full())] * len(SHARES)
         else:
-            contexts = [
-                once.kept(chosen_by(each, once.scores(method_of(each))), form_of(each))
-                for each in self.compositions[method]
-            ]
+            contexts = [once.kept_by(each) for each in self.compositions[method]]
         answers = kvjax.generate(
             self.model, [case.question] * len(SHARES), context=together(contexts),
             max_new_tokens=NEW, end_tokens=(), buckets=[ROOM],

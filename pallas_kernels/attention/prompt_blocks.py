@@ -164,7 +164,7 @@ def _add_shares(
     weights: Float[Array, "B H G T S"],
     share: Float[Array, "B H G T"],
 ) -> Float[Array, "B H G S"]:
-    """Adds the probabilities of more queries."""
+    """Adds the probabilities of more queries; as a product, which XLA computes faster."""
     return sums + jnp.einsum("bhgq,bhgqk->bhgk", share, weights, precision="highest")
 
 
@@ -190,9 +190,8 @@ def maxima_by_blocks(*args) -> Float[Array, "B H G S"]:
 def _add_sums(
     sums: Float[Array, "B H G S"], log_p: Float[Array, "B H G T S"]
 ) -> Float[Array, "B H G S"]:
-    """Adds the probabilities of more queries; as a product, which XLA computes faster."""
-    ones = jnp.ones(log_p.shape[:-1], log_p.dtype)
-    return sums + jnp.einsum("bhgq,bhgqk->bhgk", ones, jnp.exp(log_p), precision="highest")
+    """Adds the probabilities of more queries, of which these are the logarithms."""
+    return _add_shares(sums, jnp.exp(log_p), jnp.ones(log_p.shape[:-1], log_p.dtype))
 
 
 def _add_maxima(

@@ -16,14 +16,7 @@ from kvjax.models import DecoderConfig, RopeConfig, random_decoder
 from tests.support.tolerances import close
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from kept_documents import (
-    ReadDocument,
-    bytes_at_rest,
-    chosen_by,
-    form_of,
-    method_of,
-    together,
-)
+from kept_documents import ReadDocument, bytes_at_rest, method_of, together
 
 MODEL = random_decoder(
     DecoderConfig(
@@ -48,7 +41,7 @@ def test_masks_answer_as_real_storage_does(method, form):
     answers = [[3, 9, 1], [4]]
     for transform in (base, by_head):
         assert method_of(transform) == method
-        masked = once.kept(chosen_by(transform, once.scores(method)), form_of(transform))
+        masked = once.kept_by(transform)
         real = once.context(transform)
         assert kept(masked) == kept(real)
         expected = kvjax.read(MODEL, [text], transform=transform, buckets=[90], max_new=1).nbytes
