@@ -167,8 +167,8 @@ class OwnQueries(DocumentBudget):
         def of_piece(piece: tuple[Array, Array]) -> Float[Array, "B H P"]:
             slots, there = piece
             query = take_slots(step.record.slots["query"], slots).astype(jnp.float32)
-            keys = (take_slots(turned, slots), sink_keys, take_slots(step.keys, slots))
-            keys = jnp.concatenate(keys, 2).astype(jnp.float32)
+            own_keys = take_slots(step.keys, slots).astype(jnp.float32)
+            keys = jnp.concatenate((take_slots(turned, slots), sink_keys, own_keys), 2)
             seen = [(there & ~take_slots(is_sink, slots))[:, :, None], sink_there, so_far]
             seen = [jnp.broadcast_to(x, (*cache.shape[:2], self.piece, x.shape[-1])) for x in seen]
             seen = jnp.concatenate(seen, -1) & there[..., None]
