@@ -11,8 +11,7 @@ and 128 of answers, once for each method and length.
 - `at_rest`, `awake`: bytes of the caches between calls, and of the copy that a question gets.
 - `on_disk`: bytes of the files of `kvjax.save_context`, which compresses what it writes.
 - `consists`: what the bytes at rest are for. `slots` are positions, masses and pins; `waiting` are
-  rows that are not encoded yet; `free` are places that round the numbers of slots up, with all that
-  they have.
+  rows that are not encoded yet; `free` are places that round the numbers of slots up.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from kvjax.attention.layer import LayerCache, layer_caches
 from kvjax.models import from_pretrained, load_tokenizer
 
 QUESTIONS, ANSWERS = 256, 128  # the defaults of `kvjax read`
-TOKENS = (300, 1700)
+TOKENS = (300, 1700, 8000)
 METHODS = (
     "full", "quantize", "quantize(bits=4)", "by_head(kvzip(budget=0.1))",
     "by_head(chain(kvzip(budget=0.1), quantize(bits=4)))",
@@ -41,23 +40,30 @@ def body(payload: Any) -> Any:
     return getattr(payload, "encoded", payload)
 
 
-def consists(part: LayerCache) -> dict[str, float]:
+def bytes_of_rows(part: LayerCache) -> int:
+    """Bytes of the keys and values of all slots, in their form."""
+    return kvjax.nbytes([body(payload) for payload in (part.kv.k, part.kv.v)])
+
+
+def consists(part: LayerCache, awake: LayerCache) -> dict[str, float]:
     """Bytes of one rectangle of slots at rest, by what they are for."""
-    kv, live = part.kv, float(part.kv.live.mean())
-    stored = kvjax.nbytes([body(payload) for payload in (kv.k, kv.v)])
-    slots = kvjax.nbytes((kv.position, kv.log_mass, kv.pinned))
-    columns = kvjax.nbytes(kv.columns)
-    waiting = kvjax.nbytes([getattr(payload, "recent", None) for payload in (kv.k, kv.v)])
+    kv = part.kv
+    needed = float(awake.kv.live.mean()) * bytes_of_rows(awake)
     parts = {
-        "needed": live * stored, "slots": live * slots, "columns": live * columns,
-        "waiting": waiting, "free": (1 - live) * (stored + slots + columns),
+        "needed": needed, "slots": kvjax.nbytes((kv.position, kv.log_mass, kv.pinned)),
+        "columns": kvjax.nbytes(kv.columns),
+        "waiting": kvjax.nbytes([getattr(payload, "recent", None) for payload in (kv.k, kv.v)]),
+        "free": bytes_of_rows(part) - needed,
     }  # fmt: skip
     return parts | {"state": kvjax.nbytes(part) - sum(parts.values())}
 
 
 def measured(context: kvjax.Context, model: Any) -> dict[str, Any]:
     """The figures of one document."""
-    parts = [consists(part) for part in layer_caches(context.held)]
+    parts = [
+        consists(*pair)
+        for pair in zip(layer_caches(context.held), layer_caches(context.caches), strict=True)
+    ]
     total = {name: round(sum(part[name] for part in parts)) for name in parts[0]}
     needed = total.pop("needed")
     with tempfile.TemporaryDirectory() as folder:

@@ -20,12 +20,11 @@ from jaxtyping import Array, Bool, Float, Int
 import kvjax
 from kvjax.attention.layer import Reading, layer_caches
 from kvjax.attention.prompt import step_of
-from kvjax.attention.resting import resize, rounded
+from kvjax.attention.resting import RestSizes, rest, rounded
 from kvjax.budgets.budgets import slots_for
 from kvjax.budgets.heads import slots_of_shares
 from kvjax.budgets.profile import shares
 from kvjax.cache.nbytes import nbytes
-from kvjax.cache.slots import Sizes
 from kvjax.compiled_code import compiled
 from kvjax.compose.chain import parts_of
 from kvjax.evaluation import ReadOnce
@@ -143,11 +142,15 @@ def bytes_at_rest(
         if isinstance(layer, kvjax.HeadGroups):
             places = layer.order[number]
             of_parts = [[places[head] for head in heads] for heads, _ in layer.groups]
+        counts = [live[number, list(heads)] for heads in of_parts]
         sizes = tuple(
-            Sizes(min(rounded(int(live[number, list(heads)].max())), part.kv.slots), 1, 1)
-            for heads, part in zip(of_parts, parts, strict=True)
-        )
-        total += nbytes(resize.eval_shape(cache, sizes))
+            RestSizes(
+                min(rounded(int(kept.max())), part.kv.slots), 1, 1, rounded(int(kept.sum())),
+                masses=False, pins=False,
+            )
+            for kept, part in zip(counts, parts, strict=True)
+        )  # fmt: skip
+        total += nbytes(rest.eval_shape(cache, sizes))
     return total
 
 

@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 import jax
 
-from kvjax.attention.layer import Cache, LayerCache, layer_caches
+from kvjax.attention.layer import Cache, LayerCache
+from kvjax.attention.resting import Packed, is_at_rest, positions_at_rest
 from kvjax.cache.nbytes import nbytes
 from kvjax.cache.payload import free_bytes
+from kvjax.cache.slots import FREE
 from kvjax.protocol import Extent
 
 
@@ -58,8 +60,9 @@ def occupancy(caches: Cache | tuple[Cache, ...]) -> Occupancy:
     """Returns what caches hold and what room they have; the bytes add up to `kvjax.nbytes`.
 
     Args:
-      caches: of one layer or several, between calls. Where they are shapes (`jax.eval_shape`), each
-        holds what it can keep of a prompt of `max_prompt` tokens, and nothing waits to be encoded.
+      caches: of one layer or several, between calls, awake or at rest. Where they are shapes
+        (`jax.eval_shape`), each holds what it can keep of a prompt of `max_prompt` tokens, and
+        nothing waits to be encoded.
 
     Example:
       >>> import kvjax
@@ -70,9 +73,21 @@ def occupancy(caches: Cache | tuple[Cache, ...]) -> Occupancy:
       (8.0, 656, 676)
     """
     total = Occupancy(0, 0, 0, 0, 0)
-    for part in layer_caches(caches):
-        total = total.plus(_of_part(part))
+    for part in jax.tree.leaves(caches, is_leaf=is_at_rest):
+        total = total.plus(_of_packed(part) if isinstance(part, Packed) else _of_part(part))
     return total
+
+
+def _of_packed(part: Packed) -> Occupancy:
+    """Returns the occupancy of a rectangle at rest, whose free slots round its number of them."""
+    kv, by_slot = part.cache.kv, []
+    for payload in (kv.k, kv.v):
+        payload.by_slot(lambda x, *_: by_slot.append(x) or x, 1)
+    by_slot += [kv.position, kv.columns]
+    slots = kv.position.shape[2]
+    live = int((positions_at_rest(kv) != FREE).sum())
+    room = free_bytes(by_slot, live, slots)
+    return Occupancy(kv.used.size, live, slots - live, nbytes(part) - room, room)
 
 
 def _of_part(part: LayerCache) -> Occupancy:

@@ -1,40 +1,94 @@
-"""Caches at rest: without the room for tokens that are still to come."""
+"""Caches at rest: what they keep, without the room for tokens that are still to come.
+
+On one device, what all rows and heads keep lies one behind another: heads that keep fewer slots
+than others take fewer bytes. On a mesh, each device holds rectangles of slots at rest, too.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from kvjax.attention.layer import Cache, LayerCache, layer_caches, map_parts
 from kvjax.attention.parts import cache_specs, mesh_of_cache, on_each_device, placed
 from kvjax.attention.rows import copied
 from kvjax.cache.rearrange import resized
-from kvjax.cache.slots import Sizes
+from kvjax.cache.slots import FREE, NEG_INF, KVCache, Sizes
 from kvjax.compiled_code import compiled
 from kvjax.devices import divided
+from kvjax.serialization import pytree_node
 
 LayerSizes = tuple[Sizes, ...]  # of each rectangle of slots in a layer's cache
 
 
+class RestSizes(NamedTuple):
+    """How many places a rectangle of slots has at rest.
+
+    Args:
+      slots, keys, values: as `Sizes`, for the row and head that keep most.
+      packed: slots of all rows and heads together; 0 on a mesh, where rectangles stay.
+      masses: whether any slot stands for more or less than one token.
+      pins: whether any slot is pinned.
+    """
+
+    slots: int
+    keys: int
+    values: int
+    packed: int
+    masses: bool
+    pins: bool
+
+
+LayerRest = tuple[RestSizes, ...]
+
+
+@pytree_node
+@dataclass(frozen=True)
+class Packed:
+    """A rectangle of slots at rest.
+
+    Args:
+      cache: the rectangle, but for its arrays that have slots. They hold the first `used` slots of
+        every row and head, one behind another, `[1, 1, N, ...]`. Positions are of 16 bits where
+        that suffices. Of masses that are all 1, and of pins where no slot has one, a single place
+        remains.
+      sizes: its places (static).
+    """
+
+    cache: LayerCache
+    sizes: RestSizes = field(metadata={"static": True})
+
+
 def sizes_of(caches: tuple[Cache, ...]) -> tuple[LayerSizes, ...]:
-    """Returns how many places the caches have, by layer and rectangle of slots."""
+    """Returns how many places awake caches have, by layer and rectangle of slots."""
     return tuple(tuple(part.kv.sizes for part in layer_caches(cache)) for cache in caches)
 
 
-def sizes_at_rest(caches: tuple[Cache, ...]) -> tuple[LayerSizes, ...]:
-    """Returns how many places hold everything, rounded up: those of the caches at rest."""
+def sizes_at_rest(caches: tuple[Cache, ...]) -> tuple[LayerRest, ...]:
+    """Returns the places in which awake caches rest: they hold everything, rounded up."""
     # All layers are asked before the first answer is waited for.
     taken = jax.device_get([_taken(cache) for cache in caches])
+
+    def of_part(part: LayerCache, counts: list[int]) -> RestSizes:
+        *least, packed, masses, pins = counts
+        sizes = (min(rounded(n), most) for n, most in zip(least, part.kv.sizes, strict=True))
+        return RestSizes(*sizes, rounded(packed) if packed >= 0 else 0, bool(masses), bool(pins))
+
     return tuple(
-        tuple(
-            Sizes(*(min(rounded(int(n)), most) for n, most in zip(part, sizes, strict=True)))
-            for part, sizes in zip(of_layer, layer_sizes, strict=True)
-        )
-        for of_layer, layer_sizes in zip(taken, sizes_of(caches), strict=True)
+        tuple(map(of_part, layer_caches(cache), counts.tolist()))
+        for cache, counts in zip(caches, taken, strict=True)
+    )
+
+
+def rest_sizes_of(caches: tuple[Cache, ...]) -> tuple[LayerRest, ...]:
+    """Returns the places of caches that rest on one device, by layer and rectangle of slots."""
+    return tuple(
+        tuple(part.sizes for part in jax.tree.leaves(cache, is_leaf=is_at_rest)) for cache in caches
     )
 
 
@@ -53,29 +107,144 @@ def rounded(count: int) -> int:
 
 
 @compiled()
-def _taken(cache: Cache) -> Int[Array, "P 3"]:
-    """Returns the least sizes of each rectangle of slots, on every device of a mesh."""
-    taken = jnp.stack([part.kv.taken for part in layer_caches(cache)])
-    return divided(taken, mesh_of_cache(cache))
+def _taken(cache: Cache) -> Int[Array, "P 6"]:
+    """Returns the least `RestSizes` of each rectangle of slots, on every device of a mesh."""
+
+    def of_part(part: LayerCache) -> Int[Array, " 6"]:
+        kv = part.kv
+        packed = kv.used.sum() if part.placement is None else -1
+        masses = (kv.log_mass != _single(kv.position)).any()
+        return jnp.stack([*kv.taken, *(jnp.int32(x) for x in (packed, masses, kv.pinned.any()))])
+
+    return divided(jnp.stack([of_part(part) for part in layer_caches(cache)]), mesh_of_cache(cache))
 
 
 @compiled(static_argnums=1)
-def resize(cache: Cache, sizes: LayerSizes) -> Cache:
-    """Returns a layer's cache with as many places, in memory of its own.
+def rest(cache: Cache, sizes: LayerRest) -> Cache:
+    """Returns a layer's cache at rest, in memory of its own.
 
     What is stored stays as it is, bit for bit, and where it is.
     """
     sizes_of_parts = iter(sizes)
 
-    def resize_part(part: LayerCache) -> LayerCache:
-        on_device = functools.partial(_resized, sizes=next(sizes_of_parts))
-        if part.placement is None:
-            return on_device(part)
-        return on_each_device(on_device, part.placement, (part,), (cache_specs(part),), cache_specs)
+    def of_part(part: LayerCache) -> LayerCache | Packed:
+        size = next(sizes_of_parts)
+        tight = _resized(part, Sizes(*size[:3]))
+        return _packed(tight, size) if size.packed else tight
 
+    return _copied(map_parts(of_part, cache))
+
+
+@compiled(static_argnums=1)
+def wake(cache: Cache, sizes: LayerSizes) -> Cache:
+    """Returns the cache of a layer that rests, with as many places, in memory of its own."""
+    sizes_of_parts = iter(sizes)
+
+    def of_part(part: LayerCache | Packed) -> LayerCache:
+        size = next(sizes_of_parts)
+        return _resized(_unpacked(part, size.slots) if isinstance(part, Packed) else part, size)
+
+    return _copied(jax.tree.map(of_part, cache, is_leaf=is_at_rest))
+
+
+def is_at_rest(x: object) -> bool:
+    """Tells whether this is a rectangle of slots as it rests."""
+    return isinstance(x, LayerCache | Packed)
+
+
+def _copied(cache: Cache) -> Cache:
     # An output of `jit` that is an input would be that very array.
-    return jax.tree.map(copied, placed(map_parts(resize_part, cache)))
+    return jax.tree.map(copied, placed(cache))
 
 
 def _resized(part: LayerCache, sizes: Sizes) -> LayerCache:
-    return dataclasses.replace(part, kv=resized(part.kv, sizes))
+    """Cuts off free places, or adds some, on every device."""
+
+    def on_device(part: LayerCache) -> LayerCache:
+        return dataclasses.replace(part, kv=resized(part.kv, sizes))
+
+    if part.placement is None:
+        return on_device(part)
+    return on_each_device(on_device, part.placement, (part,), (cache_specs(part),), cache_specs)
+
+
+def _packed(part: LayerCache, sizes: RestSizes) -> Packed:
+    """Lays what all rows and heads keep one behind another."""
+    kv = part.kv
+
+    def pack(x: Array, per: int, places: int, packed: int = sizes.packed) -> Array:
+        counts = _counts(kv.used, per)
+        total = (packed + counts.size * (per - 1)) // per  # at least the sum of the counts
+        which = jnp.repeat(jnp.arange(counts.size), counts.ravel(), total_repeat_length=total)
+        place = jnp.arange(total) - _starts(counts).ravel()[which]
+        # Places that round the total up repeat one of the last row and head.
+        place = jnp.minimum(place, places - 1)
+        return x.reshape(counts.size, places, *x.shape[3:])[which, place][None, None]
+
+    def or_one(x: Array, needed: bool) -> Array:
+        return pack(x, 1, kv.slots, sizes.packed if needed else 1)
+
+    short = jnp.uint16 if kv.max_tokens < 2**16 else jnp.int32  # FREE is the largest number
+    packed = kv.replace(
+        k=kv.k.by_slot(pack, kv.slots),
+        v=kv.v.by_slot(pack, kv.slots),
+        position=pack(kv.position.astype(short), 1, kv.slots),
+        log_mass=or_one(kv.log_mass, sizes.masses),
+        columns=kv.map_columns(lambda column: pack(column.values, 1, kv.slots)),
+        pinned=or_one(kv.pinned, sizes.pins),
+    )
+    return Packed(dataclasses.replace(part, kv=packed), sizes)
+
+
+def _unpacked(part: Packed, slots: int) -> LayerCache:
+    """Lays what rests one behind another into a rectangle of so many slots."""
+    kv = part.cache.kv
+
+    def unpack(x: Array, per: int, places: int, fill: float | bool = 0) -> Array:
+        counts = _counts(kv.used, per)
+        place = jax.lax.broadcasted_iota(jnp.int32, (*counts.shape, places), 2)
+        index = jnp.minimum(_starts(counts)[..., None] + place, x.shape[2] - 1)
+        there = place < counts[..., None]
+        there = there.reshape(*there.shape, *(1,) * (x.ndim - 3))
+        return jnp.where(there, x[0, 0][index], jnp.asarray(fill, x.dtype))
+
+    position = unpack(positions_at_rest(kv)[None, None], 1, slots, FREE)
+    log_mass, pinned = _single(position), jnp.zeros(position.shape, bool)
+    if part.sizes.masses:
+        log_mass = unpack(kv.log_mass, 1, slots, NEG_INF)
+    if part.sizes.pins:
+        pinned = unpack(kv.pinned, 1, slots)
+    unpacked = kv.replace(
+        k=kv.k.by_slot(unpack, slots),
+        v=kv.v.by_slot(unpack, slots),
+        position=position,
+        log_mass=log_mass,
+        columns=kv.map_columns(lambda column: unpack(column.values, 1, slots, column.fill)),
+        pinned=pinned,
+    )
+    return dataclasses.replace(part.cache, kv=unpacked)
+
+
+def positions_at_rest(kv: KVCache) -> Int[Array, " N"]:
+    """Returns the positions of what rests, `FREE` in free places."""
+    position = kv.position[0, 0]
+    if position.dtype == jnp.uint16:
+        free = position == jnp.iinfo(jnp.uint16).max
+        position = jnp.where(free, FREE, position.astype(jnp.int32))
+    taken = jnp.arange(position.size) < kv.used.sum()
+    return jnp.where(taken, position, FREE)
+
+
+def _counts(used: Int[Array, "B H"], per: int) -> Int[Array, "B H"]:
+    """Returns the places of each row and head that hold `per` slots each."""
+    return -(-used // per)
+
+
+def _starts(counts: Int[Array, "B H"]) -> Int[Array, "B H"]:
+    """Returns the place where each row and head begins."""
+    return (jnp.cumsum(counts.ravel()) - counts.ravel()).reshape(counts.shape)
+
+
+def _single(position: Int[Array, "B H S"]) -> Float[Array, "B H S"]:
+    """Returns the masses of slots that stand for one token each."""
+    return jnp.where(position == FREE, jnp.float32(NEG_INF), jnp.float32(0))

@@ -1,6 +1,6 @@
 """Stores the keys and values of a cache.
 
-A payload holds the keys, or the values, of all slots in some form. It has seven methods:
+A payload holds the keys, or the values, of all slots in some form. It has eight methods:
 
 - `read` returns dense rows.
 - `write` stores new rows.
@@ -8,6 +8,7 @@ A payload holds the keys, or the values, of all slots in some form. It has seven
 - `encode` brings all rows into the payload's form, at the end of a prompt.
 - `free_bytes` says how much of its memory holds no row.
 - `resized` cuts off what holds no row, or adds it again.
+- `by_slot` applies a function to the arrays that have places for slots.
 - `attention` computes the attention of a decode step over the form as it is.
 
 While a prompt is read, keys and values are `Dense`, whatever their form between prompts.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
@@ -37,6 +39,8 @@ T = TypeVar("T")
 _into = {"mode": "drop", "wrap_negative_indices": False}
 _scatter = jax.vmap(jax.vmap(lambda data, index, rows: data.at[index].set(rows, **_into)))
 
+# A function of an array, of the number of slots for each of its places, and of the places to have.
+OfPlaces = Callable[[Array, int, int], Array]
 Moves = tuple[Int[Array, "B H N"], Int[Array, "B H N"]]  # source slots, and the slots they go to
 
 
@@ -103,6 +107,11 @@ def resized(x: Array, size: int, fill: float | bool = 0) -> Array:
     added = max(size - x.shape[2], 0)
     padding = [(0, added * (axis == 2)) for axis in range(x.ndim)]
     return jnp.pad(x[:, :, :size], padding, constant_values=fill)
+
+
+def to_places(x: Array, per: int, places: int) -> Array:
+    """Cuts or adds places, as `Payload.by_slot` calls it."""
+    return resized(x, places)
 
 
 class Slots(NamedTuple):
@@ -181,6 +190,13 @@ class Payload(Protocol):
           beside: number of places beside them afterwards.
         """
 
+    def by_slot(self, change: OfPlaces, slots: int) -> Payload:
+        """Applies `change(x, per, places)` to the arrays in device memory that have slots.
+
+        Such an array has a place in its third axis for every `per` slots, and `slots` slots take
+        so many `places`. Arrays beside the slots stay as they are.
+        """
+
     def attention(
         self,
         values: Payload,
@@ -247,7 +263,11 @@ class Dense:
 
     def resized(self, slots: int, beside: int) -> Dense:
         """Cuts or adds free slots at the end."""
-        return Dense(resized(self.data, slots))
+        return self.by_slot(to_places, slots)
+
+    def by_slot(self, change: OfPlaces, slots: int) -> Dense:
+        """Applies `change` to the rows."""
+        return Dense(change(self.data, 1, slots))
 
     def attention(
         self,
@@ -337,7 +357,11 @@ class RowPayload(ABC):
 
     def resized(self, slots: int, beside: int) -> Self:
         """Cuts or adds free slots at the end."""
-        return jax.tree.map(lambda x: resized(x, slots), self)
+        return self.by_slot(to_places, slots)
+
+    def by_slot(self, change: OfPlaces, slots: int) -> Self:
+        """Applies `change` to all arrays."""
+        return jax.tree.map(lambda x: change(x, 1, slots), self)
 
     def attention(
         self, values: RowPayload, queries: Queries, seen: Seen, mask: Mask, **options

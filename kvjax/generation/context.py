@@ -10,17 +10,26 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attention.layer import Cache, layer_caches
 from kvjax.attention.occupancy import Occupancy, occupancy
-from kvjax.attention.parts import placed
-from kvjax.attention.resting import LayerSizes, resize, rounded, sizes_at_rest, sizes_of
+from kvjax.attention.parts import divided_among, placed
+from kvjax.attention.resting import (
+    LayerSizes,
+    RestSizes,
+    rest,
+    rounded,
+    sizes_at_rest,
+    sizes_of,
+    wake,
+)
 from kvjax.attention.rows import copied, take_rows
 from kvjax.cache.nbytes import nbytes
 from kvjax.compose.bind import bind
 from kvjax.compose.ring import Ring
-from kvjax.devices import automatic, put, put_by_rows
+from kvjax.devices import automatic, on_default_device, put, put_by_rows
 from kvjax.generation.compiler import Compiler
 from kvjax.generation.fingerprints import Fingerprint
 from kvjax.generation.new_caches import CacheSize
@@ -103,8 +112,10 @@ class Context:
     @property
     def awake_nbytes(self) -> int:
         """Bytes of all caches while the context answers, with room for later tokens."""
-        sizes = sizes_of(self.held) if self.awake_sizes is None else self.awake_sizes
-        return nbytes([resize.eval_shape(*layer) for layer in zip(self.held, sizes, strict=True)])
+        if self.awake_sizes is None:
+            return self.nbytes
+        layers = zip(self.held, self.awake_sizes, strict=True)
+        return nbytes([wake.eval_shape(*layer) for layer in layers])
 
     @property
     def occupancy(self) -> Occupancy:
@@ -125,9 +136,12 @@ class Context:
         cache: Any = jax.eval_shape(lambda: self.size.cache(layer, 0))
         if self.resting:
             most = layer.window - 1 if isinstance(layer, Ring) else cache.kv.slots
-            live = min(int(self.length.max()), most)
-            sizes = cache.kv.sizes._replace(slots=min(rounded(live), cache.kv.slots))
-            cache = resize.eval_shape(cache, (sizes,))
+            lengths = np.minimum(self.length, most)
+            slots = min(rounded(int(lengths.max())), cache.kv.slots)
+            packed = rounded(int(lengths.sum()) * cache.kv.shape[1])
+            packed = packed if cache.placement is None else 0
+            sizes = RestSizes(slots, 0, 0, packed, masses=False, pins=False)
+            cache = rest.eval_shape(cache, (sizes,))
         return nbytes(cache)
 
     @property
@@ -147,7 +161,18 @@ class Context:
         if self.resting:
             return self
         sizes = sizes_at_rest(self.held)
-        return self._resized(sizes, donate, compiler, awake_sizes=sizes_of(self.held))
+        return self._copied(rest, sizes, donate, compiler, awake_sizes=sizes_of(self.held))
+
+    def at_rest_on(self, mesh: Mesh | None) -> Context:
+        """Returns the context at rest, on the devices of a mesh; None: on the default device."""
+        if mesh == self.size.mesh:
+            return self.at_rest()
+        awake = self.awake()
+        held = tuple(divided_among(cache, mesh, self.size.kv_heads) for cache in awake.held)
+        moved = dataclasses.replace(awake, held=held, size=self.size._replace(mesh=mesh))
+        if mesh is None:
+            moved = jax.tree.map(on_default_device, moved)
+        return moved.placed().at_rest(donate=True)
 
     def awake(self, *, compiler: Compiler | None = None) -> Context:
         """Returns the context with its room, in memory of its own; an awake one is returned itself.
@@ -157,19 +182,19 @@ class Context:
         """
         if self.awake_sizes is None:
             return self
-        return self._resized(self.awake_sizes, False, compiler, awake_sizes=None)
+        return self._copied(wake, self.awake_sizes, False, compiler, awake_sizes=None)
 
     @automatic()
-    def _resized(
-        self, sizes: tuple[LayerSizes, ...], donate: bool, compiler: Compiler | None, **changes: Any
+    def _copied(
+        self, copy: Any, sizes: tuple, donate: bool, compiler: Compiler | None, **changes: Any
     ) -> Context:
-        """Copies the context, its caches with other sizes."""
+        """Copies the context, its caches by `rest` or `wake` with the sizes of each layer."""
         held = []
         for cache, layer_sizes in zip(self.held, sizes, strict=True):
             if compiler is None:
-                held.append(resize(cache, layer_sizes))
+                held.append(copy(cache, layer_sizes))
             else:
-                held.append(compiler.run("the room of a cache", resize, cache, layer_sizes))
+                held.append(compiler.run("the room of a cache", copy, cache, layer_sizes))
             if donate:
                 # Waiting bounds the memory: a layer that is queued has its arrays already.
                 jax.block_until_ready(held[-1])
@@ -198,7 +223,14 @@ class Context:
         Raises:
           TypeError, ValueError: as `kvjax.take_rows`.
         """
-        held, index = take_rows(self.held, rows), np.asarray(rows)
+        if self.awake_sizes is None:
+            held = take_rows(self.held, rows)
+        else:  # a layer at a time is awake
+            held = tuple(
+                _rows_at_rest(*layer, rows)
+                for layer in zip(self.held, self.awake_sizes, strict=True)
+            )
+        index = np.asarray(rows)
         by_row = {
             name: getattr(self, name)[index]
             for name in ("logits", "seen", "length", "prompt_tokens", "new_tokens")
@@ -221,6 +253,12 @@ class Context:
         arrays = {name: put(getattr(self, name), mesh) for name in counts}
         arrays |= {name: put_by_rows(getattr(self, name), mesh) for name in ("logits", "seen")}
         return dataclasses.replace(self, held=tuple(map(placed, self.held)), **arrays)
+
+
+def _rows_at_rest(cache: Cache, sizes: LayerSizes, rows: Sequence[int]) -> Cache:
+    """Returns rows of a layer's cache that rests."""
+    taken = take_rows(wake(cache, sizes), rows)
+    return rest(taken, *sizes_at_rest((taken,)))
 
 
 def delete(caches: Cache | tuple[Cache, ...]) -> None:

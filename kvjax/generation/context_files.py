@@ -17,12 +17,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import Array
 
-from kvjax.attention.resting import LayerSizes, resize, sizes_of
-from kvjax.cache.slots import Sizes
+from kvjax.attention.resting import LayerRest, RestSizes, rest, rest_sizes_of, sizes_of
 from kvjax.calibration import Calibration, Learner
 from kvjax.compose.bind import bind
 from kvjax.compose.walks import map_methods
-from kvjax.devices import automatic, mesh_of
+from kvjax.devices import automatic, mesh_of, on_default_device
 from kvjax.files import VERSION, is_hidden
 from kvjax.generation.calibration import from_arrays, others_of
 from kvjax.generation.context import Context
@@ -37,7 +36,7 @@ from kvjax.registry import parse, unparse
 from kvjax.storage.offload.payload import HOST_MEMORY
 from kvjax.transforms.random import GENERATOR
 
-FORMAT = 7  # a folder with another number is refused
+FORMAT = 8  # a folder with another number is refused
 _ABOUT, _ARRAYS = "about", "arrays"  # items of a checkpoint
 _UNFINISHED = ".orbax-checkpoint-tmp"  # Orbax adds it to the name of an incomplete folder
 # Names of checkpoints and of what is in them, while they are written and afterwards. Orbax may add
@@ -97,7 +96,7 @@ def save_context(
     check_free(folder)
     # What a method has learned has a name in its expression, and lies beside it.
     transform, calibrations = _with_names(context.transform)
-    context = context.at_rest()
+    context = context.at_rest_on(None)  # files do not tell of a mesh
     leaves = jax.tree.leaves(context)
     arrays = {f"{n:05d}": _plain(leaf) for n, leaf in enumerate(leaves)}
     arrays |= {
@@ -114,7 +113,7 @@ def save_context(
             name: others_of(calibration) for name, calibration in calibrations.items()
         },
         "size": {name: x for name, x in context.size._asdict().items() if name != "mesh"},
-        "held": sizes_of(context.held),
+        "held": rest_sizes_of(context.held),
         "model": context.fingerprint.content,
         "tokenizer": None if tokenizer is None else describe_tokenizer(tokenizer),
         "arrays": {name: _dtype_and_shape(x) for name, x in arrays.items()},
@@ -168,9 +167,9 @@ def load_context(
     with _damaged(folder):
         arrays = _read_arrays(step, content["arrays"])
         transform = _with_calibrations(method, content["calibrations"], arrays)
-        size = CacheSize(**content["size"], mesh=mesh_of(functional.params))
+        size = CacheSize(**content["size"])
         layers = bind(transform, functional.num_layers, functional.windows, size.max_tokens)
-        held = [tuple(Sizes(*map(int, part)) for part in layer) for layer in content["held"]]
+        held = [tuple(RestSizes(*map(int, part)) for part in layer) for layer in content["held"]]
         shapes = _context_shapes(functional, transform, layers, size, held, fingerprint)
     expected = jax.tree.leaves(shapes)
     stored = [arrays[name] for name in sorted(arrays) if name.isdigit()]
@@ -185,7 +184,8 @@ def load_context(
         _placed(x, like, memory)
         for x, like, memory in zip(stored, expected, content["memories"], strict=True)
     ]
-    return jax.tree.unflatten(jax.tree.structure(shapes), leaves).placed()
+    context: Context = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+    return context.at_rest_on(mesh_of(functional.params))
 
 
 def context_about(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -322,7 +322,7 @@ def _context_shapes(
     transform: KVTransform,
     layers: tuple[KVTransform, ...],
     size: CacheSize,
-    held: Sequence[LayerSizes],
+    held: Sequence[LayerRest],
     fingerprint: Fingerprint,
 ) -> Context:
     """Makes the context that this version of kvjax would make, with shapes in place of arrays.
@@ -333,7 +333,7 @@ def _context_shapes(
     count = jax.ShapeDtypeStruct((size.batch,), jnp.int32)
     awake = cache_shapes(model, layers, size)
     return Context(
-        held=tuple(resize.eval_shape(*layer) for layer in zip(awake, held, strict=True)),
+        held=tuple(rest.eval_shape(*layer) for layer in zip(awake, held, strict=True)),
         logits=jax.ShapeDtypeStruct((size.batch, model.vocab_size), jnp.float32),
         seen=jax.ShapeDtypeStruct((size.batch, model.vocab_size), jnp.bool_),
         length=count,
@@ -366,11 +366,7 @@ def _placed(x: np.ndarray, like: jax.ShapeDtypeStruct, memory: str) -> Array:
     """Puts an array on the default device, in the kind of memory where it was saved."""
     if _is_key(like):
         return jax.random.wrap_key_data(jnp.asarray(x), impl=GENERATOR)
-    if memory != HOST_MEMORY:
-        return jnp.asarray(x)
-    return jax.device_put(
-        x, jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=memory)
-    )
+    return on_default_device(x, memory) if memory == HOST_MEMORY else jnp.asarray(x)
 
 
 def _dtype_and_shape(x: Any) -> list:

@@ -12,7 +12,7 @@ import pytest
 
 import kvjax
 from kvjax import CaM, Every, KVCrush, Quantize, WhenFull, chain
-from kvjax.attention.resting import resize, rounded, sizes_at_rest, sizes_of
+from kvjax.attention.resting import rest, rounded, sizes_at_rest, sizes_of, wake
 from kvjax.budgets.budgets import slots_for
 from kvjax.compose.chain import parts_of
 from kvjax.compose.foreseen import rewrites
@@ -408,13 +408,14 @@ def test_a_rest_changes_nothing(name):
     """Neither a bit of what is stored nor what a later step gives, with rows that wait."""
     before = standard(name).caches[-1]
     (sizes,), (least,) = sizes_of((before,)), sizes_at_rest((before,))
-    at_rest = resize(before, least)
+    at_rest = rest(before, least)
     live = [np.asarray(part.cache.kv.live) for part in every_part(name, before)]
     for slots, size, most in zip(live, least, sizes, strict=True):
-        used = slots.any((0, 1)).nonzero()[0].max() + 1
-        assert size.slots == min(rounded(int(used)), most.slots)
-    assert (kvjax.nbytes(at_rest) < kvjax.nbytes(before)) == (least != sizes)
-    after = resize(at_rest, sizes)
+        places = np.where(slots, np.arange(slots.shape[2]) + 1, 0)
+        assert size.slots == min(rounded(int(places.max())), most.slots)
+        assert size.packed == rounded(int(places.max(-1).sum()))
+    assert kvjax.nbytes(at_rest) < kvjax.nbytes(before)
+    after = wake(at_rest, sizes)
     assert structure(after) == structure(before)
     same_slots(name, after, range(3), before, range(3), "exact")
     for part, twin in zip(every_part(name, after), every_part(name, before), strict=True):

@@ -7,7 +7,7 @@ import pytest
 
 import kvjax
 from kvjax.attention.layer import layer_caches
-from kvjax.attention.resting import resize, rounded
+from kvjax.attention.resting import positions_at_rest, rest, rounded, wake
 from kvjax.generation import context as contexts
 from kvjax.generation.context_files import _content, _newest
 from tests.generation.test_context import OFFLOADED, QUESTIONS, STORED, generate, read
@@ -64,21 +64,26 @@ def test_turns_after_a_rest_are_those_without(name, never_rests):
 @pytest.mark.parametrize("name", some_slow(METHODS, "4 bits", "head groups"))
 def test_bytes_at_rest_are_those_of_live_slots(name):
     context = document(name, RAGGED[:1])
+    live = 0
     for held, awake in zip(context.held, context.caches, strict=True):
         for part, twin in zip(layer_caches(held), layer_caches(awake), strict=True):
-            live = int(twin.kv.live.sum(-1).max())
-            assert part.kv.slots <= min(rounded(live), twin.kv.slots)
-            per_slot = kvjax.nbytes((twin.kv.position, twin.kv.log_mass)) / twin.kv.slots
-            assert kvjax.nbytes((part.kv.position, part.kv.log_mass)) == part.kv.slots * per_slot
+            used, position = twin.kv.used, np.asarray(twin.kv.position)
+            assert part.kv.position.size == rounded(int(used.sum()))
+            taken = np.arange(position.shape[2]) < np.asarray(used)[..., None]
+            np.testing.assert_array_equal(
+                positions_at_rest(part.kv)[: int(used.sum())], position[taken]
+            )
+            live += int(twin.kv.live.sum())
+    assert context.occupancy.live == live
 
 
 def test_further_questions_compile_nothing():
     """About another document of about the same length, too."""
     generate(QUESTIONS[:1], document("full", RAGGED[:1]))
-    before = compiled(), resize._cache_size()
+    before = compiled(), rest._cache_size(), wake._cache_size()
     for prompt in (RAGGED[0], RAGGED[0][::-1], [*RAGGED[0], 5]):
         generate(QUESTIONS[1:2], document("full", [prompt]))
-    assert (compiled(), resize._cache_size()) == before
+    assert (compiled(), rest._cache_size(), wake._cache_size()) == before
 
 
 def test_a_conversation_never_rests(monkeypatch):
@@ -91,7 +96,8 @@ def test_a_conversation_never_rests(monkeypatch):
     def refuse(*_):
         raise AssertionError("a cache was copied")
 
-    monkeypatch.setattr(contexts, "resize", refuse)
+    monkeypatch.setattr(contexts, "rest", refuse)
+    monkeypatch.setattr(contexts, "wake", refuse)
     for _ in range(2):
         assert not answer.context.resting
         answer = generate(QUESTIONS, answer.context, donate=True)

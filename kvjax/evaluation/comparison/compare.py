@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.attention.layer import layer_caches
 from kvjax.calibration import Learner
 from kvjax.compose.bind import bind
 from kvjax.compose.origins import origin
@@ -307,7 +306,7 @@ class _Measure:
             if len(documents) < len(rows):
                 context = context.take(rows)
             # Counted first: `generate` takes the context over, and gives it room.
-            counted = {"live_slots": _live_slots(context), **_sizes(context)}
+            counted = {"live_slots": context.occupancy.kept_slots, **_sizes(context)}
             prompt_tokens = [len(case.prompt) for case in cases]
             return {"prompt_tokens": prompt_tokens, **counted, **measure(context)}
 
@@ -482,9 +481,3 @@ def _sizes(context: Context) -> Measured:
         "cache_bytes": context.nbytes // context.rows,
         "full_cache_bytes": context.full_nbytes // context.rows,
     }
-
-
-def _live_slots(context: Context) -> float:
-    """Returns the slots in use after the prompt, a mean over layers, rows and lists."""
-    layers = ([part.kv.live.sum(-1) for part in layer_caches(cache)] for cache in context.held)
-    return float(np.mean([np.concatenate(lists, axis=1).mean() for lists in layers]))

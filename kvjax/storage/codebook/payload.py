@@ -15,11 +15,13 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from kvjax.cache.payload import (
     Moves,
+    OfPlaces,
     Slots,
     free_bytes,
     of_rows,
     resized,
     take_slots,
+    to_places,
     write_slots,
 )
 from kvjax.devices import all_heads, own_heads
@@ -191,8 +193,12 @@ class CodebookPayload(EncodedPayload):
 
     def resized(self, slots: int, beside: int) -> CodebookPayload:
         """Cuts or adds free slots, and entries behind those in use."""
-        payload = self._with(lambda x: resized(x, slots))
+        payload = self.by_slot(to_places, slots)
         return dataclasses.replace(payload, entries=resized(self.entries, beside))
+
+    def by_slot(self, change: OfPlaces, slots: int) -> CodebookPayload:
+        """Applies `change` to the references and norms."""
+        return self._with(lambda x: change(x, 1, slots))
 
     def _entries_of(self, slots: Int[Array, "B H S"]) -> Int[Array, "B H S"]:
         """Returns the entries of slots (-1: none); -1 where a vector is not encoded yet."""

@@ -13,7 +13,7 @@ from jax.custom_batching import custom_vmap
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.payload import Dense, Moves, Payload, Slots, free_bytes
+from kvjax.cache.payload import Dense, Moves, OfPlaces, Payload, Slots, free_bytes
 from kvjax.serialization import pytree_node
 from kvjax.storage.recent import Recent
 from pallas_kernels import Mask, Queries, Seen, host_rows
@@ -146,6 +146,10 @@ class Offloaded:
         empty = to_host(jnp.zeros((batch, heads, size, head_dim), self.dtype))
         store = jax.lax.fori_loop(0, batch, move, empty)
         return Offloaded(store, self.recent.resized(slots, beside))
+
+    def by_slot(self, change: OfPlaces, slots: int) -> Offloaded:
+        """Changes nothing: the rows are in host memory."""
+        return self
 
     def _filled(self, rows: Float[Array, "B H S D"], cleared: Bool[Array, " B"]) -> Offloaded:
         """Replaces the rows in host memory; `cleared` rows of the batch lose their recent ones."""

@@ -15,12 +15,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.payload import (
     Moves,
+    OfPlaces,
     Slots,
     equal_rows,
     free_bytes,
     of_rows,
-    resized,
     take_slots,
+    to_places,
     write_slots,
 )
 from kvjax.serialization import pytree_node, static_value
@@ -222,12 +223,19 @@ class Quantized(EncodedPayload):
 
     def resized(self, slots: int, beside: int) -> Quantized:
         """Cuts or adds free slots at the end, in whole groups, and free places of recent rows."""
-        before, together = self.encoded.values.shape[2], self.form.together
-        after = -(-slots // together) * together
-        # Scales of groups are fewer than slots.
-        resized_body = self._each(lambda x: resized(x, after // (before // x.shape[2])))
         recent = None if self.recent is None else self.recent.resized(slots, beside)
-        return dataclasses.replace(resized_body, recent=recent, slots=slots)
+        return dataclasses.replace(self.by_slot(to_places, slots), recent=recent, slots=slots)
+
+    def by_slot(self, change: OfPlaces, slots: int) -> Quantized:
+        """Applies `change` to the encoded rows, in whole groups, and to their scales."""
+        groups = -(-slots // self.form.together)
+        # Scales of groups are fewer than slots.
+        group = jax.ShapeDtypeStruct((1, 1, self.form.together, self.shape[3]), self.dtype)
+        of_group = jax.eval_shape(self.form.encode, group)
+        return self._each(
+            lambda x, like: change(x, self.form.together // like.shape[2], groups * like.shape[2]),
+            of_group,
+        )
 
     def _encode_all(self, rows: Float[Array, "B H S D"], slots: Slots) -> Quantized:
         """Encodes all rows at a prompt's end; rows that were encoded before stay as they are."""
