@@ -28,10 +28,11 @@ from kvjax.attention.layer import LayerCache, layer_caches
 from kvjax.models import from_pretrained, load_tokenizer
 
 QUESTIONS, ANSWERS = 256, 128  # the defaults of `kvjax read`
-TOKENS = (300, 1700, 8000)
+TOKENS = (300, 1700, 7800)
 METHODS = (
     "full", "quantize", "quantize(bits=4)", "by_head(kvzip(budget=0.1))",
     "by_head(chain(kvzip(budget=0.1), quantize(bits=4)))",
+    "by_head(chain(own_queries(budget=0.1), quantize(bits=4)))",
 )  # fmt: skip
 
 

@@ -142,7 +142,10 @@ def bytes_at_rest(
         if isinstance(layer, kvjax.HeadGroups):
             places = layer.order[number]
             of_parts = [[places[head] for head in heads] for heads, _ in layer.groups]
-        counts = [live[number, list(heads)] for heads in of_parts]
+        counts = [
+            np.minimum(live[number, list(heads)], part.kv.slots)
+            for heads, part in zip(of_parts, parts, strict=True)
+        ]
         sizes = tuple(
             RestSizes(
                 min(rounded(int(kept.max())), part.kv.slots), 1, 1, rounded(int(kept.sum())),

@@ -479,6 +479,19 @@ def retrieval(answers: Sequence[dict[str, Any]]) -> str:
     return markdown(["", *(f"{length:,} tokens" for length in lengths)], lines)
 
 
+def kvpress_losses(rows: Sequence[dict[str, Any]]) -> str:
+    """What is recovered of the losses of right answers, of `vs_kvpress.py kvzip`."""
+    by_method: dict[tuple[str, str], dict[float, str]] = {}
+    for row in rows:
+        if row["part"] == "recovery" and row["share"] is not None:
+            mean, low, high = (100 * row[name] for name in ("mean", "low", "high"))
+            of_method = by_method.setdefault((row["side"], row["method"]), {})
+            of_method[row["share"]] = f"{mean:.0f} ({low:.0f} to {high:.0f})"
+    shares = next(iter(by_method.values()))
+    lines = [[side, f"`{method}`", *each.values()] for (side, method), each in by_method.items()]
+    return markdown(["", "method", *(f"{share:g} kept" for share in shares)], lines)
+
+
 KVZIP = kvzip_answers, kvzip_positions, kvzip_times
 """The tables of `vs_kvpress.py kvzip`."""
 

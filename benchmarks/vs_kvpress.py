@@ -58,6 +58,9 @@ from `--sample`.
   ByHead keeps. `held`: the share of the first sets' positions that the second ones have too.
 - `answers`: right answers, and bytes of the caches when the document has been compressed. Those of
   kvjax have room for question and answer.
+- `losses`: of the right answers to ten questions about each of some passages of SQuAD, in nats per
+  token. `recovery`, in per cent of 1: (nothing kept − method) / (nothing kept − full), with an
+  interval over passages. With nothing kept, sinks stay.
 - `times`: the least of `--rounds` calls, one side after the other, and the greatest resident memory
   of a new process during its first call. `read_s` is the document, with its compression.
 
@@ -134,7 +137,9 @@ SHARES = (0.5, 0.2, 0.1, 0.05)  # of the document that stays
 DOCUMENTS = 2  # of which scores and positions are compared
 PIECE, SHORT_PIECE = 2048, 256
 SINKS = 4
-PARTS = ("positions", "answers", "times")
+PARTS = ("positions", "answers", "losses", "times")
+PASSAGE = 1408  # tokens of a passage, at most
+NOTHING = "Sinks()"  # of what is read, only sinks stay
 PROFILES = {
     "heads.safetensors": "kvzip",
     "heads_without_values.safetensors": "kvzip(values=False, kernel=1)",
@@ -160,6 +165,13 @@ COMPARED = {  # of which positions are compared
         KVZIP["kvjax"][name]
         for name in ("kvzip(values=False, kernel=1)", "by_head(kvzip(values=False, kernel=1))")
     ),
+}
+LOSSES = {
+    "kvpress": KVZIP["kvpress"],
+    "kvjax": {
+        "by_head(kvzip)": KVZIP["kvjax"]["by_head(kvzip)"],
+        "by_head(own_queries)": "ByHead(OwnQueries({share}, room=64), 'heads.safetensors')",
+    },
 }
 TIMED = (("full", None), ("kvzip", 0.2), ("by_head(kvzip)", 0.2), ("by_head(kvzip)", 0.05))
 
@@ -415,6 +427,36 @@ class Kvpress:
             cache = self._read_document(first, document, instruction)
         return cache, evicted, scores
 
+    def losses(
+        self, methods: list[str], document: list[int], questions: list[list[int]],
+        answers: list[list[int]], instruction: dict[str, Any],
+    ) -> list[list[float]]:  # fmt: skip
+        """Returns the loss of each right answer by method, in nats per token."""
+        cache, evicted, _ = self._read_once(methods, document, instruction)
+        losses = []
+        for each in evicted:
+            for block, indices in zip(self._model.model.layers, each, strict=True):
+                block.self_attn.masked_key_indices = indices
+            losses.append(
+                [
+                    self._loss(cache, len(document), *pair)
+                    for pair in zip(questions, answers, strict=True)
+                ]
+            )
+        return losses
+
+    def _loss(self, cache: Any, length: int, question: list[int], answer: list[int]) -> float:
+        """Returns the loss of an answer behind a question."""
+        tokens = self._torch.tensor([question + answer])
+        with self._torch.inference_mode():
+            logits = self._model(
+                input_ids=tokens, past_key_values=copy.deepcopy(cache),
+                position_ids=self._torch.arange(length, length + tokens.shape[1])[None],
+                logits_to_keep=len(answer) + 1,
+            ).logits[0, :-1]  # fmt: skip
+            loss = self._torch.nn.functional.cross_entropy(logits, self._torch.tensor(answer))
+        return loss.item()
+
     def repeated(
         self, methods: list[str], document: list[int], instruction: dict[str, Any]
     ) -> dict[str, object]:
@@ -529,6 +571,46 @@ class Kvjax:
             document=Words(instruction),
         )  # fmt: skip
 
+    def losses(
+        self, methods: list[str], document: list[int], questions: list[list[int]],
+        answers: list[list[int]], instruction: dict[str, Any],
+    ) -> list[list[float]]:  # fmt: skip
+        """Returns the loss of each right answer by method, in nats per token.
+
+        `Sinks()` keeps sinks alone.
+        """
+        import numpy as np
+        from kept_documents import ReadDocument, method_of
+
+        from kvjax.evaluation import answer_nll
+
+        full = self._kvjax.Full()
+        transforms = [
+            None if text == NOTHING
+            else in_pieces(
+                self._kvjax.calibrated(eval(text, self._names), self._model, ()), instruction
+            )
+            for text in methods
+        ]  # fmt: skip
+        scored = [method_of(each) for each in transforms if each is not None]
+        once = ReadDocument(
+            self._model, [document], [each for each in scored if each is not None],
+            max_prompt=len(document) + max(map(len, questions)), max_new=max(map(len, answers)),
+            document=Words(instruction),
+        )  # fmt: skip
+        shape = self._model.config.num_layers, self._model.config.kv_heads, len(document)
+        losses = []
+        for each in transforms:
+            if each is None:
+                stays = np.broadcast_to(np.arange(len(document)) < SINKS, shape)
+                context = once.kept(stays, full)
+            elif each == full:
+                context = once.kept(np.ones(shape, bool), full)
+            else:
+                context = once.kept_by(each)
+            losses.append(answer_nll(self._model, context, answers, questions).tolist())
+        return losses
+
     def repeated(
         self, methods: list[str], document: list[int], instruction: dict[str, Any]
     ) -> dict[str, object]:
@@ -547,7 +629,7 @@ class Kvjax:
                     row = row[np.argsort(np.concatenate(heads))]
                 rows.append([[at for at in head if at >= 0] for head in row.tolist()])
             positions.append(rows)
-        readings = once._observed.caches  # slots are in the order of tokens
+        readings = once._observed[0].held  # slots are in the order of tokens
         scores = [
             np.asarray(reading.record.slots["received"][0, :, : len(document)])
             for reading in readings
@@ -811,6 +893,61 @@ class KVzipComparison:
         for worker in workers.values():
             worker.close()
 
+    def losses(self, documents: list) -> None:
+        """Losses of right answers about passages, passage by passage."""
+        methods = {side: [FULL[side]] for side in SIDES}
+        methods["kvjax"].append(NOTHING)
+        for side, named in LOSSES.items():
+            methods[side] += [written(text, share) for text in named.values() for share in SHARES]
+        missing = [x for x in documents if not self.rows.has(part="losses", passage=x.number)]
+        workers = {side: self.start(side, FULL[side]) for side in SIDES if missing}
+        for document in missing:
+            row = {
+                side: worker.ask(
+                    "losses", methods=methods[side], document=document.tokens,
+                    questions=document.questions, instruction=self.instruction,
+                    answers=[tokens for tokens, _ in document.answers],
+                )
+                for side, worker in workers.items()
+            }  # fmt: skip
+            losses = {
+                side: {text: loss for text, loss in zip(methods[side], of_side, strict=True)}
+                for side, of_side in row.items()
+            }
+            self.rows.add(part="losses", passage=document.number, **losses)
+        for worker in workers.values():
+            worker.close()
+        self.recovery()
+
+    def recovery(self) -> None:
+        """What each side recovers of the losses, between kvjax's full cache and its sinks."""
+        from kvjax.evaluation import Estimate
+
+        if self.rows.has(part="recovery"):
+            return
+        passages = [row for row in self.rows.rows if row["part"] == "losses"]
+        everything, nothing = FULL["kvjax"], NOTHING
+        groups = [n for n, row in enumerate(passages) for _ in row["kvjax"][nothing]]
+
+        def all_losses(side: str, text: str) -> np.ndarray:
+            return np.concatenate([row[side][text] for row in passages])
+
+        worst = all_losses("kvjax", nothing)
+        worth = worst - all_losses("kvjax", everything)
+        for side, named in LOSSES.items():
+            for name, text in {"full": FULL[side], **named}.items():
+                for share in [None] if name == "full" else SHARES:
+                    gained = worst - all_losses(side, written(text, share))
+                    estimate = Estimate.ratio(gained.tolist(), worth.tolist(), groups)
+                    self.rows.add(
+                        part="recovery",
+                        side=side,
+                        method=name,
+                        share=share,
+                        passages=len(passages),
+                        **estimate._asdict(),
+                    )
+
     def times(self, rounds: int) -> None:
         """Seconds, memory and bytes."""
         case = self.cases[0]
@@ -854,6 +991,8 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="folder of a Hugging Face model")
     parser.add_argument("--text", required=True, help="UTF-8 file, longer than the longest prompt")
     parser.add_argument("--sample", help="for kvzip: text from which profiles are made")
+    parser.add_argument("--data", help="for losses: file of questions in SQuAD's format")
+    parser.add_argument("--passages", type=int, default=10, help="for losses")
     parser.add_argument("--tokens", type=int, nargs="+", help="lengths of prompts, at least 1024")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="for kvzip")
@@ -866,10 +1005,13 @@ def main() -> None:
     kvzip = args.comparison == "kvzip"
     if kvzip and args.sample is None:
         parser.error("kvzip needs --sample")
+    if kvzip and "losses" in args.parts and args.data is None:
+        parser.error("losses need --data")
     args.tokens = args.tokens or ([1024] if kvzip else [1024, 4096])
     args.cases = (12 if kvzip else 15) if args.cases is None else args.cases
 
     from common import Rows
+    from kept_answers import passages
 
     from kvjax.evaluation import Haystack
     from kvjax.models import load_tokenizer
@@ -905,6 +1047,8 @@ def main() -> None:
                 comparison.compare()
             if "answers" in args.parts:
                 comparison.answers(tokenizer)
+            if "losses" in args.parts:
+                comparison.losses(list(passages(tokenizer, args.data, PASSAGE, args.passages)))
             if "times" in args.parts:
                 comparison.times(args.rounds)
             return
@@ -924,10 +1068,9 @@ def make_start(args: argparse.Namespace, folder: Path) -> Start:
 
     Names of profiles stand in the methods of both sides, and so have no folder.
     """
-    for name in ("model", "text", "out"):
-        setattr(args, name, os.path.abspath(getattr(args, name)))
-    if args.sample is not None:
-        args.sample = os.path.abspath(args.sample)
+    for name in ("model", "text", "sample", "data", "out"):
+        if getattr(args, name) is not None:
+            setattr(args, name, os.path.abspath(getattr(args, name)))
     script, folder = Path(__file__).absolute(), folder.absolute()
     python = {"kvpress": make_environment(folder), "kvjax": sys.executable}
     os.chdir(folder)

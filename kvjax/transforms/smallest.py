@@ -7,6 +7,7 @@ import math
 import jax
 
 from kvjax.attention.init_cache import init_cache
+from kvjax.attention.resting import RestSizes, rest
 from kvjax.cache.nbytes import nbytes
 from kvjax.checks import check_count, check_number
 from kvjax.compose.by_head import ByHead
@@ -16,8 +17,6 @@ from kvjax.storage.quantize.transform import GROUP, Quantize
 from kvjax.transforms.own_queries import OwnQueries
 
 _TOKENS = 4096  # of the caches whose bytes are counted
-# Rectangles of `ByHead` are as large as their largest head, and contexts at rest are rounded up.
-RECTANGLES = 1.2
 
 
 def smallest(share: float, *, head_dim: int, room: int = 256) -> KVTransform:
@@ -26,8 +25,8 @@ def smallest(share: float, *, head_dim: int, room: int = 256) -> KVTransform:
     The share is of the bytes that the full cache takes in bfloat16. Room for questions comes on
     top. Where the share allows it, every token stays: in 8 bits, or with keys in 8 bits and values
     in 4, or in 4 bits. A smaller share keeps the tokens that `OwnQueries` scores best, in 4 bits,
-    and `ByHead` shares them among heads, for whose rectangles a fifth more is counted. How well
-    each of them answers is measured in RESULTS.md, under "Answers against bytes".
+    and `ByHead` shares them among heads. How well each of them answers is measured in RESULTS.md,
+    under "Answers against bytes".
 
     Args:
       share: of the bytes, in (0, 1].
@@ -43,7 +42,7 @@ def smallest(share: float, *, head_dim: int, room: int = 256) -> KVTransform:
       >>> kvjax.unparse(kvjax.smallest(0.6, head_dim=64))
       'quantize'
       >>> kvjax.unparse(kvjax.smallest(0.07, head_dim=64))
-      "by_head(chain(own_queries(budget=0.1712), quantize(bits=4, key_axis='token')))"
+      "by_head(chain(own_queries(budget=0.2169), quantize(bits=4, key_axis='token')))"
     """
     check_number("share", share, 0.0, 1.0)
     check_count("head_dim", head_dim, 2)
@@ -55,17 +54,18 @@ def smallest(share: float, *, head_dim: int, room: int = 256) -> KVTransform:
         if bytes_of_slot(form, head_dim) <= share * full:
             return form
     scored = chain(OwnQueries(0.5, room=0), four)
-    of_token = RECTANGLES * bytes_of_slot(scored, head_dim)
-    budget = math.floor(1e4 * share * full / of_token) / 1e4
+    budget = math.floor(1e4 * share * full / bytes_of_slot(scored, head_dim)) / 1e4
     return ByHead(chain(OwnQueries(budget, room=room), four))
 
 
 def bytes_of_slot(transform: KVTransform, head_dim: int) -> float:
-    """Returns the bytes of a slot of one head, with all that stands beside its key and value."""
+    """Returns the bytes of a slot of one head at rest, with all that stands beside its key."""
     cache = jax.eval_shape(
         lambda: init_cache(
             transform, batch=1, kv_heads=1, head_dim=head_dim, max_prompt=_TOKENS, max_new=0,
             dtype="bfloat16",
         )
     )  # fmt: skip
-    return nbytes(cache) / cache.kv.slots
+    slots = cache.kv.slots
+    sizes = RestSizes(slots, 1, 1, slots, masses=False, pins=False)
+    return nbytes(rest.eval_shape(cache, (sizes,))) / slots

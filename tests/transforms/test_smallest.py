@@ -8,26 +8,24 @@ import jax
 import pytest
 
 import kvjax
-from kvjax.transforms.smallest import RECTANGLES
+from kvjax.attention.resting import RestSizes, rest
 
 
 def bytes_of(transform: kvjax.KVTransform, head_dim: int, tokens: int = 8192) -> int:
-    """Bytes of a cache that is made for a document of so many tokens and nothing else."""
+    """Bytes at rest of a cache that is made for a document of so many tokens and nothing else."""
     sizes = {"batch": 1, "kv_heads": 2, "head_dim": head_dim, "max_prompt": tokens, "max_new": 0}
-    return kvjax.nbytes(
-        jax.eval_shape(lambda: kvjax.init_cache(transform, **sizes, dtype="bfloat16"))
-    )
+    cache = jax.eval_shape(lambda: kvjax.init_cache(transform, **sizes, dtype="bfloat16"))
+    kept = RestSizes(cache.kv.slots, 0, 0, 2 * cache.kv.slots, masses=False, pins=False)
+    return kvjax.nbytes(rest.eval_shape(cache, (kept,)))
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("share", [1, 0.6, 0.5, 0.4, 0.3, 0.1, 0.03])
 def test_it_takes_no_more_than_its_share(share, head_dim):
     transform = kvjax.smallest(share, head_dim=head_dim, room=0)
-    by_head = isinstance(transform, kvjax.ByHead)
-    if by_head:
+    if isinstance(transform, kvjax.ByHead):
         transform = transform.base  # heads have the same budget in the mean
     taken = bytes_of(transform, head_dim) / bytes_of(kvjax.Full(), head_dim)
-    taken *= RECTANGLES if by_head else 1
     # Means and scales of channels come on top, once for a head.
     assert taken <= share * 1.02
     if share < 0.3:
