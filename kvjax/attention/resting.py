@@ -76,8 +76,9 @@ def sizes_at_rest(caches: tuple[Cache, ...]) -> tuple[LayerRest, ...]:
 
     def of_part(part: LayerCache, counts: list[int]) -> RestSizes:
         *least, packed, masses, pins = counts
-        sizes = (min(rounded(n), most) for n, most in zip(least, part.kv.sizes, strict=True))
-        return RestSizes(*sizes, rounded(packed) if packed >= 0 else 0, bool(masses), bool(pins))
+        slots, keys, values = map(min, map(rounded, least), part.kv.sizes)
+        packed = rounded(packed) if part.placement is None else 0
+        return RestSizes(slots, keys, values, packed, bool(masses), bool(pins))
 
     return tuple(
         tuple(map(of_part, layer_caches(cache), counts.tolist()))
@@ -112,9 +113,9 @@ def _taken(cache: Cache) -> Int[Array, "P 6"]:
 
     def of_part(part: LayerCache) -> Int[Array, " 6"]:
         kv = part.kv
-        packed = kv.used.sum() if part.placement is None else -1
         masses = (kv.log_mass != _single(kv.position)).any()
-        return jnp.stack([*kv.taken, *(jnp.int32(x) for x in (packed, masses, kv.pinned.any()))])
+        others = kv.used.sum(), masses, kv.pinned.any()
+        return jnp.stack([*kv.taken, *(jnp.int32(x) for x in others)])
 
     return divided(jnp.stack([of_part(part) for part in layer_caches(cache)]), mesh_of_cache(cache))
 

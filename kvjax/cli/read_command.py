@@ -39,7 +39,7 @@ takes no more bytes with room."""
 EXAMPLES = """\
 examples:
   kvjax read book.txt --out book --model DIR
-  kvjax read book.txt --out book --model DIR --bytes 0.07
+  kvjax read book.txt --out book --model DIR --bytes 0.06
   kvjax read book.txt --out book --model DIR
       --method 'by_head(chain(kvzip, quantize))' --budget 0.2
   kvjax ask book 'Who is Ishmael?' 'What is the name of the ship?'

@@ -171,7 +171,7 @@ class Context:
         held = tuple(divided_among(cache, mesh, self.size.kv_heads) for cache in awake.held)
         moved = dataclasses.replace(awake, held=held, size=self.size._replace(mesh=mesh))
         if mesh is None:
-            moved = jax.tree.map(on_default_device, moved)
+            moved = jax.tree.map(lambda x: on_default_device(x, x.sharding.memory_kind), moved)
         return moved.placed().at_rest(donate=True)
 
     def awake(self, *, compiler: Compiler | None = None) -> Context:
