@@ -18,9 +18,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
-from kvjax.attention.layer import Reading, layer_caches
+from kvjax.attention.layer import Reading, RestSizes, layer_caches
 from kvjax.attention.prompt import step_of
-from kvjax.attention.resting import RestSizes, rest, rounded
+from kvjax.attention.resting import rest, rounded
 from kvjax.budgets.budgets import slots_for
 from kvjax.budgets.heads import slots_of_shares
 from kvjax.budgets.profile import shares
@@ -148,8 +148,8 @@ def bytes_at_rest(
         ]
         sizes = tuple(
             RestSizes(
-                min(rounded(int(kept.max())), part.kv.slots), 1, 1, rounded(int(kept.sum())),
-                masses=False, pins=False,
+                min(rounded(int(kept.max())), part.kv.slots), 1, 1,
+                min(rounded(int(kept.sum())), part.kv.position.size),
             )
             for kept, part in zip(counts, parts, strict=True)
         )  # fmt: skip

@@ -83,7 +83,10 @@ FIRST = {
 }  # fmt: skip
 """The methods of the table that README.md begins with, and their rows of the results."""
 
-KEPT_ANSWERS = ("kept_answers_smollm2", "kept_answers_qwen", "kept_parts_smollm2")
+KEPT_ANSWERS = (
+    "kept_answers_smollm2", "kept_answers_qwen", "kept_parts_smollm2", "kept_parts_qwen",
+    "kept_needles_qwen",
+)  # fmt: skip
 
 TABLE = re.compile(r"(?s)(<!-- table: (\w+)(?: where ([^\n]+))? -->)\n.*?<!-- end -->")
 FIGURES = re.compile(r"<!-- (inside|after|nats): (.*?) -->.*?<!-- / -->")
@@ -429,11 +432,13 @@ def kept_answers(rows: Sequence[dict[str, Any]]) -> str:
         return in_percent(found["mean"], found["low"], found["high"]) if found else ""
 
     def line(row: dict[str, Any]) -> list[str]:
-        prose = row["recovery"]
+        prose = row.get("recovery")
+        recovered = ""
+        if prose is not None:
+            recovered = f"{prose['mean']:.0f} ({prose['low']:.0f} to {prose['high']:.0f})"
         return [
             f"`{row['method']}`", f"{100 * row['bytes']:.1f}" if "bytes" in row else "",
-            f"{prose['mean']:.0f} ({prose['low']:.0f} to {prose['high']:.0f})",
-            needles(row, "single"), needles(row, "several"),
+            recovered, needles(row, "single"), needles(row, "several"),
         ]  # fmt: skip
 
     by_bytes = sorted(rows, key=lambda row: -row.get("bytes", row["method"] == "full"))
@@ -477,6 +482,30 @@ def retrieval(answers: Sequence[dict[str, Any]]) -> str:
     lengths = list(dict.fromkeys(row["length"] for row in answers))
     lines = [[kind, *(of_kind[length] for length in lengths)] for kind, of_kind in figures.items()]
     return markdown(["", *(f"{length:,} tokens" for length in lengths)], lines)
+
+
+def kept_ruler(rows: Sequence[dict[str, Any]]) -> str:
+    """Means over RULER's tasks by `kept_ruler.py`, a row for each method."""
+    most = max(len(row["mean"]) for row in rows)
+    lines = [
+        [
+            f"`{row['method']}`",
+            *(f"{mean:.0f}" for mean in row["mean"]),
+            *[""] * (most - len(row["mean"])),
+        ]
+        for row in rows
+    ]
+    shares = read("kept_ruler_qwen")["shares"]
+    return markdown(["method", *(f"{100 * share:g} % kept" for share in shares)], lines)
+
+
+def ruler_tasks(rows: Sequence[dict[str, Any]]) -> str:
+    """Each of RULER's tasks by `kept_ruler.py`, all shares of a method in a cell."""
+    lines = [
+        [task, *(" / ".join(f"{score:.0f}" for score in row["tasks"][task]) for row in rows)]
+        for task in rows[0]["tasks"]
+    ]
+    return markdown(["task", *(f"`{row['method']}`" for row in rows)], lines)
 
 
 def kvpress_losses(rows: Sequence[dict[str, Any]]) -> str:
@@ -547,6 +576,11 @@ def tables(folders: dict[str, Results]) -> tuple[list[Results], dict[str, str]]:
         **{name: kept_answers(read(name)["rows"]) for name in KEPT_ANSWERS},
         "first": first([folders["needles_small_smollm2"], folders["needles"]]),
         **{made.__name__: made(read("vs_kvpress_kvzip_smollm2")["rows"]) for made in KVZIP},
+        "kvpress_losses": kvpress_losses(read("vs_kvpress_losses_smollm2")["rows"]),
+        **{
+            made.__name__: made(read("kept_ruler_qwen")["rows"])
+            for made in (kept_ruler, ruler_tasks)
+        },
         **device_tables(),
         "methods": method_lists.methods("docs/methods/"),
         "methods_index": method_lists.methods(""),

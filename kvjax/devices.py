@@ -229,9 +229,10 @@ def put(x: np.ndarray | Array, mesh: Mesh | None, *axes: str | None) -> Array:
     return jax.make_array_from_callback(x.shape, sharding, lambda index: np.asarray(x[index]))
 
 
-def on_default_device(x: np.ndarray | Array, memory: str | None) -> Array:
-    """Puts an array into a kind of memory of the default device."""
-    where = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=memory)
+def on_one_device(x: Array) -> Array:
+    """Puts an array of a mesh on one device, into the kind of memory that it is in."""
+    memory = x.sharding.memory_kind
+    where = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind=memory)
     return jax.device_put(x, where)
 
 

@@ -129,6 +129,40 @@ class Reading:
     max_length = property(lambda self: self.cache.max_length)
 
 
+class RestSizes(NamedTuple):
+    """How many places a rectangle of slots has at rest.
+
+    Args:
+      slots, keys, values: as `Sizes`, for the row and head that keep most.
+      packed: slots of all rows and heads together; 0 on a mesh, where rectangles stay.
+      masses: whether masses are kept, since a slot stands for more or less than one token.
+      pins: whether pins are kept, since a slot has one.
+    """
+
+    slots: int
+    keys: int
+    values: int
+    packed: int = 0
+    masses: bool = False
+    pins: bool = False
+
+
+@pytree_node
+@dataclass(frozen=True)
+class Packed:
+    """A rectangle of slots at rest.
+
+    Args:
+      cache: what the rectangle holds. Arrays `[B, H, S, ...]` have become `[1, 1, N, ...]`: the
+        first `used` slots of every row and head, one behind another. Positions are of 16 bits where
+        that suffices. A single place remains of masses and pins that are not kept.
+      sizes: its places (static).
+    """
+
+    cache: LayerCache
+    sizes: RestSizes = field(metadata={"static": True})
+
+
 Part = LayerCache | Reading  # one rectangle of slots
 Cache = Part | tuple[Part, ...]  # a tuple: one per head group
 
@@ -154,7 +188,9 @@ def check_caches(
       stacked: whether arrays may be those of several layers.
       reading: whether prompts may be incomplete.
     """
-    for cache in layer_caches(caches):  # pyright: ignore[reportArgumentType]
+    for cache in jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, Part | Packed)):
+        if isinstance(cache, Packed):
+            raise ValueError(f"{where}: the caches of a context at rest are Context.caches")
         if isinstance(cache, Reading):
             if not reading:
                 raise ValueError(f"{where}: the prompt is not complete: give its last chunk first")

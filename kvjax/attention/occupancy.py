@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import jax
 
-from kvjax.attention.layer import Cache, LayerCache
-from kvjax.attention.resting import Packed, is_at_rest, positions_at_rest
+from kvjax.attention.layer import Cache, LayerCache, Packed
+from kvjax.attention.resting import is_at_rest, positions_at_rest
 from kvjax.cache.nbytes import nbytes
 from kvjax.cache.payload import free_bytes
 from kvjax.cache.slots import FREE
@@ -74,31 +74,21 @@ def occupancy(caches: Cache | tuple[Cache, ...]) -> Occupancy:
     """
     total = Occupancy(0, 0, 0, 0, 0)
     for part in jax.tree.leaves(caches, is_leaf=is_at_rest):
-        total = total.plus(_of_packed(part) if isinstance(part, Packed) else _of_part(part))
+        total = total.plus(_of_part(part))
     return total
 
 
-def _of_packed(part: Packed) -> Occupancy:
-    """Returns the occupancy of a rectangle at rest, whose free slots round its number of them."""
-    kv, by_slot = part.cache.kv, []
-    for payload in (kv.k, kv.v):
-        payload.by_slot(lambda x, *_: by_slot.append(x) or x, 1)
-    by_slot += [kv.position, kv.columns]
-    slots = kv.position.shape[2]
-    live = int((positions_at_rest(kv) != FREE).sum())
-    room = free_bytes(by_slot, live, slots)
-    return Occupancy(kv.used.size, live, slots - live, nbytes(part) - room, room)
-
-
-def _of_part(part: LayerCache) -> Occupancy:
-    """Returns the occupancy of one rectangle of slots."""
-    kv = part.kv
-    slots = math.prod(kv.shape)
-    if isinstance(kv.log_mass, jax.ShapeDtypeStruct):
+def _of_part(part: LayerCache | Packed) -> Occupancy:
+    """Returns the occupancy of one rectangle of slots, awake or at rest."""
+    kv = part.cache.kv if isinstance(part, Packed) else part.kv
+    lists, slots = kv.used.size, math.prod(kv.shape)
+    if isinstance(part, Packed):
+        live = int((positions_at_rest(kv) != FREE).sum())
+    elif isinstance(kv.log_mass, jax.ShapeDtypeStruct):
         kept = part.transform.extent(Extent(kv.max_prompt, kv.max_new)).kept
-        live = slots // kv.slots * kept
+        live = lists * kept
     else:
         live = int(kv.live.sum())
     by_slot = kv.position, kv.log_mass, kv.pinned, kv.columns
     room = kv.k.free_bytes(live) + kv.v.free_bytes(live) + free_bytes(by_slot, live, slots)
-    return Occupancy(slots // kv.slots, live, slots - live, nbytes(part) - room, room)
+    return Occupancy(lists, live, slots - live, nbytes(part) - room, room)

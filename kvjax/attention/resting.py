@@ -1,67 +1,35 @@
 """Caches at rest: what they keep, without the room for tokens that are still to come.
 
 On one device, what all rows and heads keep lies one behind another: heads that keep fewer slots
-than others take fewer bytes. On a mesh, each device holds rectangles of slots at rest, too.
+than others take fewer bytes. On a mesh, and in host memory, rectangles of slots stay.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
-from typing import NamedTuple
+import math
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.attention.layer import Cache, LayerCache, layer_caches, map_parts
+from kvjax.attention.layer import (
+    Cache,
+    LayerCache,
+    Packed,
+    RestSizes,
+    layer_caches,
+    map_parts,
+)
 from kvjax.attention.parts import cache_specs, mesh_of_cache, on_each_device, placed
 from kvjax.attention.rows import copied
 from kvjax.cache.rearrange import resized
 from kvjax.cache.slots import FREE, NEG_INF, KVCache, Sizes
 from kvjax.compiled_code import compiled
 from kvjax.devices import divided
-from kvjax.serialization import pytree_node
 
 LayerSizes = tuple[Sizes, ...]  # of each rectangle of slots in a layer's cache
-
-
-class RestSizes(NamedTuple):
-    """How many places a rectangle of slots has at rest.
-
-    Args:
-      slots, keys, values: as `Sizes`, for the row and head that keep most.
-      packed: slots of all rows and heads together; 0 on a mesh, where rectangles stay.
-      masses: whether any slot stands for more or less than one token.
-      pins: whether any slot is pinned.
-    """
-
-    slots: int
-    keys: int
-    values: int
-    packed: int
-    masses: bool
-    pins: bool
-
-
 LayerRest = tuple[RestSizes, ...]
-
-
-@pytree_node
-@dataclass(frozen=True)
-class Packed:
-    """A rectangle of slots at rest.
-
-    Args:
-      cache: the rectangle, but for its arrays that have slots. They hold the first `used` slots of
-        every row and head, one behind another, `[1, 1, N, ...]`. Positions are of 16 bits where
-        that suffices. Of masses that are all 1, and of pins where no slot has one, a single place
-        remains.
-      sizes: its places (static).
-    """
-
-    cache: LayerCache
-    sizes: RestSizes = field(metadata={"static": True})
 
 
 def sizes_of(caches: tuple[Cache, ...]) -> tuple[LayerSizes, ...]:
@@ -77,7 +45,9 @@ def sizes_at_rest(caches: tuple[Cache, ...]) -> tuple[LayerRest, ...]:
     def of_part(part: LayerCache, counts: list[int]) -> RestSizes:
         *least, packed, masses, pins = counts
         slots, keys, values = map(min, map(rounded, least), part.kv.sizes)
-        packed = rounded(packed) if part.placement is None else 0
+        if part.placement is not None:
+            return RestSizes(slots, keys, values)
+        packed = min(rounded(packed), math.prod(part.kv.shape))
         return RestSizes(slots, keys, values, packed, bool(masses), bool(pins))
 
     return tuple(
@@ -176,19 +146,22 @@ def _packed(part: LayerCache, sizes: RestSizes) -> Packed:
     def pack(x: Array, per: int, places: int, packed: int = sizes.packed) -> Array:
         counts = _counts(kv.used, per)
         total = (packed + counts.size * (per - 1)) // per  # at least the sum of the counts
-        which = jnp.repeat(jnp.arange(counts.size), counts.ravel(), total_repeat_length=total)
-        place = jnp.arange(total) - _starts(counts).ravel()[which]
-        # Places that round the total up repeat one of the last row and head.
+        counts = counts.ravel()
+        which = jnp.repeat(jnp.arange(counts.size), counts, total_repeat_length=total)
+        place = jnp.arange(total) - _starts(counts)[which]
+        taken = (place < counts[which]).reshape(total, *(1,) * (x.ndim - 3))
         place = jnp.minimum(place, places - 1)
-        return x.reshape(counts.size, places, *x.shape[3:])[which, place][None, None]
+        rows = x.reshape(counts.size, places, *x.shape[3:])[which, place]
+        # Places that round the total up hold nothing.
+        return jnp.where(taken, rows, jnp.zeros((), x.dtype))[None, None]
 
     def or_one(x: Array, needed: bool) -> Array:
         return pack(x, 1, kv.slots, sizes.packed if needed else 1)
 
     short = jnp.uint16 if kv.max_tokens < 2**16 else jnp.int32  # FREE is the largest number
     packed = kv.replace(
-        k=kv.k.by_slot(pack, kv.slots),
-        v=kv.v.by_slot(pack, kv.slots),
+        k=kv.k.map_slots(pack, kv.slots),
+        v=kv.v.map_slots(pack, kv.slots),
         position=pack(kv.position.astype(short), 1, kv.slots),
         log_mass=or_one(kv.log_mass, sizes.masses),
         columns=kv.map_columns(lambda column: pack(column.values, 1, kv.slots)),
@@ -204,7 +177,8 @@ def _unpacked(part: Packed, slots: int) -> LayerCache:
     def unpack(x: Array, per: int, places: int, fill: float | bool = 0) -> Array:
         counts = _counts(kv.used, per)
         place = jax.lax.broadcasted_iota(jnp.int32, (*counts.shape, places), 2)
-        index = jnp.minimum(_starts(counts)[..., None] + place, x.shape[2] - 1)
+        starts = _starts(counts.ravel()).reshape(counts.shape)
+        index = jnp.minimum(starts[..., None] + place, x.shape[2] - 1)
         there = place < counts[..., None]
         there = there.reshape(*there.shape, *(1,) * (x.ndim - 3))
         return jnp.where(there, x[0, 0][index], jnp.asarray(fill, x.dtype))
@@ -216,8 +190,8 @@ def _unpacked(part: Packed, slots: int) -> LayerCache:
     if part.sizes.pins:
         pinned = unpack(kv.pinned, 1, slots)
     unpacked = kv.replace(
-        k=kv.k.by_slot(unpack, slots),
-        v=kv.v.by_slot(unpack, slots),
+        k=kv.k.map_slots(unpack, slots),
+        v=kv.v.map_slots(unpack, slots),
         position=position,
         log_mass=log_mass,
         columns=kv.map_columns(lambda column: unpack(column.values, 1, slots, column.fill)),
@@ -241,9 +215,9 @@ def _counts(used: Int[Array, "B H"], per: int) -> Int[Array, "B H"]:
     return -(-used // per)
 
 
-def _starts(counts: Int[Array, "B H"]) -> Int[Array, "B H"]:
-    """Returns the place where each row and head begins."""
-    return (jnp.cumsum(counts.ravel()) - counts.ravel()).reshape(counts.shape)
+def _starts(counts: Int[Array, " N"]) -> Int[Array, " N"]:
+    """Returns where each of so many places begin that lie one behind another."""
+    return jnp.cumsum(counts) - counts
 
 
 def _single(position: Int[Array, "B H S"]) -> Float[Array, "B H S"]:

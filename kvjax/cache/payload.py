@@ -8,7 +8,7 @@ A payload holds the keys, or the values, of all slots in some form. It has eight
 - `encode` brings all rows into the payload's form, at the end of a prompt.
 - `free_bytes` says how much of its memory holds no row.
 - `resized` cuts off what holds no row, or adds it again.
-- `by_slot` applies a function to the arrays that have places for slots.
+- `map_slots` applies a function to the arrays that have places for slots.
 - `attention` computes the attention of a decode step over the form as it is.
 
 While a prompt is read, keys and values are `Dense`, whatever their form between prompts.
@@ -110,7 +110,7 @@ def resized(x: Array, size: int, fill: float | bool = 0) -> Array:
 
 
 def to_places(x: Array, per: int, places: int) -> Array:
-    """Cuts or adds places, as `Payload.by_slot` calls it."""
+    """Cuts or adds places, as `Payload.map_slots` calls it."""
     return resized(x, places)
 
 
@@ -190,7 +190,7 @@ class Payload(Protocol):
           beside: number of places beside them afterwards.
         """
 
-    def by_slot(self, change: OfPlaces, slots: int) -> Payload:
+    def map_slots(self, change: OfPlaces, slots: int) -> Payload:
         """Applies `change(x, per, places)` to the arrays in device memory that have slots.
 
         Such an array has a place in its third axis for every `per` slots, and `slots` slots take
@@ -263,9 +263,9 @@ class Dense:
 
     def resized(self, slots: int, beside: int) -> Dense:
         """Cuts or adds free slots at the end."""
-        return self.by_slot(to_places, slots)
+        return self.map_slots(to_places, slots)
 
-    def by_slot(self, change: OfPlaces, slots: int) -> Dense:
+    def map_slots(self, change: OfPlaces, slots: int) -> Dense:
         """Applies `change` to the rows."""
         return Dense(change(self.data, 1, slots))
 
@@ -357,9 +357,9 @@ class RowPayload(ABC):
 
     def resized(self, slots: int, beside: int) -> Self:
         """Cuts or adds free slots at the end."""
-        return self.by_slot(to_places, slots)
+        return self.map_slots(to_places, slots)
 
-    def by_slot(self, change: OfPlaces, slots: int) -> Self:
+    def map_slots(self, change: OfPlaces, slots: int) -> Self:
         """Applies `change` to all arrays."""
         return jax.tree.map(lambda x: change(x, 1, slots), self)
 

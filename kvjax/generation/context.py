@@ -13,23 +13,15 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.attention.layer import Cache, layer_caches
+from kvjax.attention.layer import Cache, RestSizes, layer_caches
 from kvjax.attention.occupancy import Occupancy, occupancy
 from kvjax.attention.parts import divided_among, placed
-from kvjax.attention.resting import (
-    LayerSizes,
-    RestSizes,
-    rest,
-    rounded,
-    sizes_at_rest,
-    sizes_of,
-    wake,
-)
+from kvjax.attention.resting import LayerSizes, rest, rounded, sizes_at_rest, sizes_of, wake
 from kvjax.attention.rows import copied, take_rows
 from kvjax.cache.nbytes import nbytes
 from kvjax.compose.bind import bind
 from kvjax.compose.ring import Ring
-from kvjax.devices import automatic, on_default_device, put, put_by_rows
+from kvjax.devices import automatic, on_one_device, put, put_by_rows
 from kvjax.generation.compiler import Compiler
 from kvjax.generation.fingerprints import Fingerprint
 from kvjax.generation.new_caches import CacheSize
@@ -138,10 +130,9 @@ class Context:
             most = layer.window - 1 if isinstance(layer, Ring) else cache.kv.slots
             lengths = np.minimum(self.length, most)
             slots = min(rounded(int(lengths.max())), cache.kv.slots)
-            packed = rounded(int(lengths.sum()) * cache.kv.shape[1])
+            packed = min(rounded(int(lengths.sum()) * cache.kv.shape[1]), cache.kv.position.size)
             packed = packed if cache.placement is None else 0
-            sizes = RestSizes(slots, 0, 0, packed, masses=False, pins=False)
-            cache = rest.eval_shape(cache, (sizes,))
+            cache = rest.eval_shape(cache, (RestSizes(slots, 0, 0, packed),))
         return nbytes(cache)
 
     @property
@@ -167,12 +158,17 @@ class Context:
         """Returns the context at rest, on the devices of a mesh; None: on the default device."""
         if mesh == self.size.mesh:
             return self.at_rest()
-        awake = self.awake()
-        held = tuple(divided_among(cache, mesh, self.size.kv_heads) for cache in awake.held)
-        moved = dataclasses.replace(awake, held=held, size=self.size._replace(mesh=mesh))
-        if mesh is None:
-            moved = jax.tree.map(lambda x: on_default_device(x, x.sharding.memory_kind), moved)
-        return moved.placed().at_rest(donate=True)
+        resting, held = self.at_rest(), []
+        size = self.size._replace(mesh=mesh)
+        for cache, sizes in zip(resting.held, resting.awake_sizes or (), strict=True):
+            # Places of a mesh take rectangles. Those that come from one have no room.
+            cache = wake(cache, sizes) if self.size.mesh is None else cache
+            cache = divided_among(cache, mesh, size.kv_heads)
+            cache = jax.tree.map(on_one_device, cache) if mesh is None else placed(cache)
+            held.append(rest(cache, *sizes_at_rest((cache,))))
+        others = dataclasses.replace(resting, held=(), size=size)
+        others = jax.tree.map(on_one_device, others) if mesh is None else others.placed()
+        return dataclasses.replace(others.copy(), held=tuple(held))
 
     def awake(self, *, compiler: Compiler | None = None) -> Context:
         """Returns the context with its room, in memory of its own; an awake one is returned itself.

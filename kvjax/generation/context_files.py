@@ -17,11 +17,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import Array
 
-from kvjax.attention.resting import LayerRest, RestSizes, rest, rest_sizes_of, sizes_of
+from kvjax.attention.layer import RestSizes
+from kvjax.attention.resting import LayerRest, rest, rest_sizes_of, sizes_of
 from kvjax.calibration import Calibration, Learner
 from kvjax.compose.bind import bind
 from kvjax.compose.walks import map_methods
-from kvjax.devices import automatic, mesh_of, on_default_device
+from kvjax.devices import automatic, mesh_of
 from kvjax.files import VERSION, is_hidden
 from kvjax.generation.calibration import from_arrays, others_of
 from kvjax.generation.context import Context
@@ -366,7 +367,11 @@ def _placed(x: np.ndarray, like: jax.ShapeDtypeStruct, memory: str) -> Array:
     """Puts an array on the default device, in the kind of memory where it was saved."""
     if _is_key(like):
         return jax.random.wrap_key_data(jnp.asarray(x), impl=GENERATOR)
-    return on_default_device(x, memory) if memory == HOST_MEMORY else jnp.asarray(x)
+    if memory != HOST_MEMORY:
+        return jnp.asarray(x)
+    return jax.device_put(
+        x, jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=memory)
+    )
 
 
 def _dtype_and_shape(x: Any) -> list:

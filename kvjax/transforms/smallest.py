@@ -7,7 +7,8 @@ import math
 import jax
 
 from kvjax.attention.init_cache import init_cache
-from kvjax.attention.resting import RestSizes, rest
+from kvjax.attention.layer import RestSizes
+from kvjax.attention.resting import rest
 from kvjax.cache.nbytes import nbytes
 from kvjax.checks import check_count, check_number
 from kvjax.compose.by_head import ByHead
@@ -67,5 +68,5 @@ def bytes_of_slot(transform: KVTransform, head_dim: int) -> float:
         )
     )  # fmt: skip
     slots = cache.kv.slots
-    sizes = RestSizes(slots, 1, 1, slots, masses=False, pins=False)
+    sizes = RestSizes(slots, 1, 1, slots)
     return nbytes(rest.eval_shape(cache, (sizes,))) / slots

@@ -55,6 +55,17 @@ def test_room_is_what_is_free(method):
     assert held.kept_bytes + held.room_bytes == context.nbytes
 
 
+@pytest.mark.parametrize("method", FORMS)
+def test_at_rest_little_is_free(method):
+    """What rounds the slots up, of all that has slots; and what is kept is what was kept."""
+    awake = read(method, TOKENS)
+    held, context = awake.at_rest().occupancy, awake.at_rest()
+    assert (held.lists, held.live) == awake.occupancy[:2]
+    assert held.free <= held.live / 16 + LAYERS
+    assert held.kept_bytes + held.room_bytes == context.nbytes
+    assert held.kept_bytes <= awake.occupancy.kept_bytes
+
+
 def test_unused_entries_of_a_codebook_are_room():
     context = read("chain(snapkv(budget=12, window=4), codebook(interval=4))", TOKENS)
     held = context.occupancy

@@ -72,6 +72,18 @@ def saved_and_loaded() -> bool:
     return answers[0] == answers[1] == answers[2]
 
 
+def saved_while_awake() -> bool:
+    """Saving an awake context of a mesh leaves it as it is, and keeps the same."""
+    many = model(2, 4)
+    context = kvjax.read(many, prompts()[:1], transform=by_head(), max_prompt=320, dtype="float32")
+    context = answer(many, context, QUESTIONS[:1]).context
+    with tempfile.TemporaryDirectory() as folder:
+        kvjax.save_context(folder, context, model=many)
+        again = kvjax.load_context(folder, many)
+    first, second = (answer(many, each, QUESTIONS[1:2]).tokens for each in (context, again))
+    return first == second
+
+
 def groups() -> kvjax.HeadGroups:
     parts = ((0, 3), kvjax.Full()), ((1, 2), transform("kvcrush(snapkv)"))
     return kvjax.HeadGroups(parts)
@@ -162,6 +174,7 @@ CHECKS = {
     "drawn": lambda: everywhere(drawn),
     "streamed": lambda: everywhere(streamed),
     "saved and loaded": saved_and_loaded,
+    "saved while awake": saved_while_awake,
     "heads in groups": lambda: same_tokens(groups(), 2, 4),
     "a budget by head": lambda: same_tokens(by_head(), 2, 4),
     "more devices than heads": lambda: same_tokens(transform("kvcrush(snapkv)"), 1, 8),

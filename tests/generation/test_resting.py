@@ -77,6 +77,17 @@ def test_bytes_at_rest_are_those_of_live_slots(name):
     assert context.occupancy.live == live
 
 
+def test_what_rests_is_for_nothing_but_contexts():
+    """It is refused where caches are wanted, and what is full takes no more at rest."""
+    context = document("full", [[n % 64 for n in range(100)]])
+    with pytest.raises(ValueError, match=r"take_rows: .* Context\.caches"):
+        kvjax.take_rows(context.held, [0])
+    full = kvjax.read(
+        model(), [[n % 64 for n in range(128)]], max_prompt=128, max_new=1, dtype="float32"
+    )
+    assert full.nbytes <= full.awake_nbytes
+
+
 def test_further_questions_compile_nothing():
     """About another document of about the same length, too."""
     generate(QUESTIONS[:1], document("full", RAGGED[:1]))

@@ -8,14 +8,15 @@ import jax
 import pytest
 
 import kvjax
-from kvjax.attention.resting import RestSizes, rest
+from kvjax.attention.layer import RestSizes
+from kvjax.attention.resting import rest
 
 
 def bytes_of(transform: kvjax.KVTransform, head_dim: int, tokens: int = 8192) -> int:
     """Bytes at rest of a cache that is made for a document of so many tokens and nothing else."""
     sizes = {"batch": 1, "kv_heads": 2, "head_dim": head_dim, "max_prompt": tokens, "max_new": 0}
     cache = jax.eval_shape(lambda: kvjax.init_cache(transform, **sizes, dtype="bfloat16"))
-    kept = RestSizes(cache.kv.slots, 0, 0, 2 * cache.kv.slots, masses=False, pins=False)
+    kept = RestSizes(cache.kv.slots, 0, 0, 2 * cache.kv.slots)
     return kvjax.nbytes(rest.eval_shape(cache, (kept,)))
 
 

@@ -193,10 +193,10 @@ class CodebookPayload(EncodedPayload):
 
     def resized(self, slots: int, beside: int) -> CodebookPayload:
         """Cuts or adds free slots, and entries behind those in use."""
-        payload = self.by_slot(to_places, slots)
+        payload = self.map_slots(to_places, slots)
         return dataclasses.replace(payload, entries=resized(self.entries, beside))
 
-    def by_slot(self, change: OfPlaces, slots: int) -> CodebookPayload:
+    def map_slots(self, change: OfPlaces, slots: int) -> CodebookPayload:
         """Applies `change` to the references and norms."""
         return self._with(lambda x: change(x, 1, slots))
 

@@ -147,7 +147,7 @@ class Offloaded:
         store = jax.lax.fori_loop(0, batch, move, empty)
         return Offloaded(store, self.recent.resized(slots, beside))
 
-    def by_slot(self, change: OfPlaces, slots: int) -> Offloaded:
+    def map_slots(self, change: OfPlaces, slots: int) -> Offloaded:
         """Changes nothing: the rows are in host memory."""
         return self
 

@@ -224,9 +224,9 @@ class Quantized(EncodedPayload):
     def resized(self, slots: int, beside: int) -> Quantized:
         """Cuts or adds free slots at the end, in whole groups, and free places of recent rows."""
         recent = None if self.recent is None else self.recent.resized(slots, beside)
-        return dataclasses.replace(self.by_slot(to_places, slots), recent=recent, slots=slots)
+        return dataclasses.replace(self.map_slots(to_places, slots), recent=recent, slots=slots)
 
-    def by_slot(self, change: OfPlaces, slots: int) -> Quantized:
+    def map_slots(self, change: OfPlaces, slots: int) -> Quantized:
         """Applies `change` to the encoded rows, in whole groups, and to their scales."""
         groups = -(-slots // self.form.together)
         # Scales of groups are fewer than slots.
