@@ -87,7 +87,7 @@ def flush_interval(caches: Cache | tuple[Cache, ...]) -> int | None:
     The least of all layers' intervals, also of caches that are stacked by layer. It is static, as
     `flush` and the loop around it need it.
     """
-    check_caches(caches, "flush_interval", stacked=True)
+    check_caches(caches, "flush_interval", stacked=True, resting=True)
     intervals = (cache.kv.interval for cache in layer_caches(caches))
     return min((steps for steps in intervals if steps is not None), default=None)
 

@@ -178,7 +178,12 @@ def map_parts(function: Callable[[Any], Any], caches: Cache | tuple[Cache, ...])
 
 
 def check_caches(
-    caches: object, where: str, *, stacked: bool = False, reading: bool = False
+    caches: object,
+    where: str,
+    *,
+    stacked: bool = False,
+    reading: bool = False,
+    resting: bool = False,
 ) -> None:
     """Raises unless these are caches of `init_cache`.
 
@@ -187,10 +192,13 @@ def check_caches(
       where: the function that takes them.
       stacked: whether arrays may be those of several layers.
       reading: whether prompts may be incomplete.
+      resting: whether they may be at rest.
     """
     for cache in jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, Part | Packed)):
         if isinstance(cache, Packed):
-            raise ValueError(f"{where}: the caches of a context at rest are Context.caches")
+            if not resting:
+                raise ValueError(f"{where}: the caches of a context at rest are Context.caches")
+            cache = cache.cache
         if isinstance(cache, Reading):
             if not reading:
                 raise ValueError(f"{where}: the prompt is not complete: give its last chunk first")

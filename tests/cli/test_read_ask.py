@@ -61,7 +61,8 @@ def test_questions_are_answered_as_after_the_document(capsys, read, tinystories,
     out, err = capsys.readouterr()
     assert out.strip() and asked["results"][1]["text"].startswith(out[:-1])
     assert " + 5 tokens" in err
-    assert f"before the questions: {decimal(record['kept_bytes'])} for the document (" in err
+    held = kvjax.load_context(tmp_path / "out", model).awake().occupancy
+    assert f"before the questions: {decimal(held.kept_bytes)} for the document (" in err
     sums = [asked[name] for name in ("kept_bytes", "room_bytes")]
     assert sum(sums) == asked["cache_bytes"] and asked["kept_slots"] == len(tokens)
     assert before == {path: path.read_bytes() for path in before}, "the folder is untouched"

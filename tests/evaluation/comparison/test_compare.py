@@ -36,7 +36,7 @@ def test_live_slots_are_a_mean_over_lists():
     groups = kvjax.HeadGroups((((0,), kvjax.Full()), ((1,), kvjax.StreamingLLM(budget=8))))
     transform = kvjax.PerLayer(lambda layer, _: groups if layer else kvjax.StreamingLLM(budget=8))
     context = kvjax.read(tiny_model(), [[1] * 24], transform=transform, max_new=1)
-    assert compare_module._live_slots(context) == np.mean([8, *2 * [(24 + 8) / 2]])
+    assert context.occupancy.kept_slots == pytest.approx(np.mean([8, *2 * [(24 + 8) / 2]]))
 
 
 def test_a_whole_run(command, tmp_path, capsys):
