@@ -155,7 +155,11 @@ class Context:
         return self._copied(rest, sizes, donate, compiler, awake_sizes=sizes_of(self.held))
 
     def at_rest_on(self, mesh: Mesh | None) -> Context:
-        """Returns the context at rest, on the devices of a mesh; None: on the default device."""
+        """Returns the context at rest on other devices; this one stays as it is.
+
+        Args:
+          mesh: the devices; None: one device.
+        """
         if mesh == self.size.mesh:
             return self.at_rest()
         resting, held = self.at_rest(), []
