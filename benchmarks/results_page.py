@@ -509,7 +509,7 @@ def ruler_tasks(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def kvpress_losses(rows: Sequence[dict[str, Any]]) -> str:
-    """What is recovered of the losses of right answers, of `vs_kvpress.py kvzip`."""
+    """Tabulates what is recovered of the losses of right answers, by `vs_kvpress.py kvzip`."""
     by_method: dict[tuple[str, str], dict[float, str]] = {}
     for row in rows:
         if row["part"] == "recovery" and row["share"] is not None:

@@ -391,12 +391,16 @@ class Kvpress:
         cache, evicted, _ = self._read_once(methods, document, instruction)
         answers = []
         for each in evicted:
-            for block, indices in zip(self._model.model.layers, each, strict=True):
-                block.self_attn.masked_key_indices = indices
+            self._leave_out(each)
             # A copy: keys of evicted tokens are overwritten.
             with self._torch.inference_mode():
                 answers.append(self._answer(copy.deepcopy(cache), len(document), question, new))
         return answers
+
+    def _leave_out(self, evicted: list) -> None:
+        """Makes each layer attend to all tokens but those that a press evicts of it."""
+        for block, indices in zip(self._model.model.layers, evicted, strict=True):
+            block.self_attn.masked_key_indices = indices
 
     def _read_once(
         self, methods: list[str], document: list[int], instruction: dict[str, Any]
@@ -435,8 +439,7 @@ class Kvpress:
         cache, evicted, _ = self._read_once(methods, document, instruction)
         losses = []
         for each in evicted:
-            for block, indices in zip(self._model.model.layers, each, strict=True):
-                block.self_attn.masked_key_indices = indices
+            self._leave_out(each)
             losses.append(
                 [
                     self._loss(cache, len(document), *pair)
@@ -911,7 +914,7 @@ class KVzipComparison:
                 for side, worker in workers.items()
             }  # fmt: skip
             losses = {
-                side: {text: loss for text, loss in zip(methods[side], of_side, strict=True)}
+                side: dict(zip(methods[side], of_side, strict=True))
                 for side, of_side in row.items()
             }
             self.rows.add(part="losses", passage=document.number, **losses)
@@ -920,7 +923,7 @@ class KVzipComparison:
         self.recovery()
 
     def recovery(self) -> None:
-        """What each side recovers of the losses, between kvjax's full cache and its sinks."""
+        """Adds what each side recovers of the losses, between kvjax's full cache and its sinks."""
         from kvjax.evaluation import Estimate
 
         if self.rows.has(part="recovery"):

@@ -57,9 +57,10 @@ def test_room_is_what_is_free(method):
 
 @pytest.mark.parametrize("method", FORMS)
 def test_at_rest_little_is_free(method):
-    """What rounds the slots up, of all that has slots; and what is kept is what was kept."""
+    """Only places that round the slots up are free, and no more is kept than when awake."""
     awake = read(method, TOKENS)
-    held, context = awake.at_rest().occupancy, awake.at_rest()
+    context = awake.at_rest()
+    held = context.occupancy
     assert (held.lists, held.live) == awake.occupancy[:2]
     assert held.free <= held.live / 16 + LAYERS
     assert held.kept_bytes + held.room_bytes == context.nbytes
