@@ -297,7 +297,7 @@ class _Blocks(NamedTuple):
         """Cuts queries and slots; `held`: whether weights of a block with all slots are held."""
         q = queries.q
         heads = counted_rows(q) * q.shape[1] * q.shape[2]
-        most = max(MOST_HELD // (heads * seen.places) // 8 * 8, 8) if held else QUERY_BLOCK
+        most = max(MOST_HELD // (heads * seen.places) // 8 * 8, 8) if held else q.shape[3]
         query_size, key_size = _block_sizes(heads, q.shape[3], seen.places, window, most)
         # As many blocks as these, of one size: else the last one would be computed for few queries.
         query_size = -(-q.shape[3] // -(-q.shape[3] // query_size))
@@ -397,7 +397,7 @@ def _block_sizes(
 ) -> tuple[int, int]:
     """Returns how many queries and how many slots a block has."""
     if jax.default_backend() != "cpu":
-        return min(ACCELERATOR_BLOCK, tokens), min(ACCELERATOR_BLOCK, slots)
+        return min(ACCELERATOR_BLOCK, tokens, most_queries), min(ACCELERATOR_BLOCK, slots)
     queries = min(QUERY_BLOCK, tokens, most_queries)
     if heads * queries * KEY_BLOCK > MOST_LOGITS:
         queries = min(QUERY_BLOCK // 2, queries)
