@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 
 from kvjax.attention.layer import Cache, LayerCache, Packed
-from kvjax.attention.resting import is_at_rest, positions_at_rest
+from kvjax.attention.resting import is_rectangle, positions_at_rest
 from kvjax.cache.nbytes import nbytes
 from kvjax.cache.payload import free_bytes
 from kvjax.cache.slots import FREE
@@ -73,7 +73,7 @@ def occupancy(caches: Cache | tuple[Cache, ...]) -> Occupancy:
       (8.0, 656, 676)
     """
     total = Occupancy(0, 0, 0, 0, 0)
-    for part in jax.tree.leaves(caches, is_leaf=is_at_rest):
+    for part in jax.tree.leaves(caches, is_leaf=is_rectangle):
         total = total.plus(_of_part(part))
     return total
 

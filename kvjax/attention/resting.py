@@ -59,7 +59,8 @@ def sizes_at_rest(caches: tuple[Cache, ...]) -> tuple[LayerRest, ...]:
 def rest_sizes_of(caches: tuple[Cache, ...]) -> tuple[LayerRest, ...]:
     """Returns the places of caches that rest on one device, by layer and rectangle of slots."""
     return tuple(
-        tuple(part.sizes for part in jax.tree.leaves(cache, is_leaf=is_at_rest)) for cache in caches
+        tuple(part.sizes for part in jax.tree.leaves(cache, is_leaf=is_rectangle))
+        for cache in caches
     )
 
 
@@ -115,11 +116,11 @@ def wake(cache: Cache, sizes: LayerSizes) -> Cache:
         size = next(sizes_of_parts)
         return _resized(_unpacked(part, size.slots) if isinstance(part, Packed) else part, size)
 
-    return _copied(jax.tree.map(of_part, cache, is_leaf=is_at_rest))
+    return _copied(jax.tree.map(of_part, cache, is_leaf=is_rectangle))
 
 
-def is_at_rest(x: object) -> bool:
-    """Tells whether this is a rectangle of slots as it rests."""
+def is_rectangle(x: object) -> bool:
+    """Tells whether this is a rectangle of slots, awake or at rest."""
     return isinstance(x, LayerCache | Packed)
 
 
