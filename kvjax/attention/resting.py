@@ -161,8 +161,8 @@ def _packed(part: LayerCache, sizes: RestSizes) -> Packed:
 
     short = jnp.uint16 if kv.max_tokens < 2**16 else jnp.int32  # FREE is the largest number
     packed = kv.replace(
-        k=kv.k.map_slots(pack, kv.slots),
-        v=kv.v.map_slots(pack, kv.slots),
+        k=kv.k.at_rest.map_slots(pack, kv.slots),
+        v=kv.v.at_rest.map_slots(pack, kv.slots),
         position=pack(kv.position.astype(short), 1, kv.slots),
         log_mass=or_one(kv.log_mass, sizes.masses),
         columns=kv.map_columns(lambda column: pack(column.values, 1, kv.slots)),
@@ -191,8 +191,8 @@ def _unpacked(part: Packed, slots: int) -> LayerCache:
     if part.sizes.pins:
         pinned = unpack(kv.pinned, 1, slots)
     unpacked = kv.replace(
-        k=kv.k.map_slots(unpack, slots),
-        v=kv.v.map_slots(unpack, slots),
+        k=kv.k.awake.map_slots(unpack, slots),
+        v=kv.v.awake.map_slots(unpack, slots),
         position=position,
         log_mass=log_mass,
         columns=kv.map_columns(lambda column: unpack(column.values, 1, slots, column.fill)),

@@ -11,6 +11,8 @@ A payload holds the keys, or the values, of all slots in some form. It has eight
 - `map_slots` applies a function to the arrays that have places for slots.
 - `attention` computes the attention of a decode step over the form as it is.
 
+At rest, between calls, a form may take fewer bytes: `at_rest` and `awake` bring it there and back.
+
 While a prompt is read, keys and values are `Dense`, whatever their form between prompts.
 """
 
@@ -145,6 +147,14 @@ class Payload(Protocol):
         """Dtype of the dense rows."""
 
     @property
+    def at_rest(self) -> Payload:
+        """The payload in its fewest bytes; of its methods, only `map_slots` and `awake` work."""
+
+    @property
+    def awake(self) -> Payload:
+        """The payload that was brought to rest, bit for bit."""
+
+    @property
     def room(self) -> Int[Array, " B"] | None:
         """Number of new rows that fit in before the next flush; None: any number."""
 
@@ -237,6 +247,7 @@ class Dense:
     shape = property(lambda self: self.data.shape)
     dtype = property(lambda self: self.data.dtype)
     room = property(lambda self: None)
+    at_rest = awake = property(lambda self: self)
     beside = beside_taken = property(lambda self: 0)
 
     def read(self, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:
@@ -296,6 +307,7 @@ class RowPayload(ABC):
     """
 
     room = property(lambda self: None)
+    at_rest = awake = property(lambda self: self)
     beside = beside_taken = property(lambda self: 0)
     shape = property(lambda self: jax.eval_shape(type(self).decoded, self).shape)
     dtype = property(lambda self: jax.eval_shape(type(self).decoded, self).dtype)

@@ -39,6 +39,7 @@ class EncodedPayload(ABC):
     operation: ClassVar[str]
     recent: Recent | None
     dtype: Any  # dtype of dense rows
+    at_rest = awake = property(lambda self: self)
     room = property(lambda self: None if self.recent is None else self.recent.room)
     beside = property(lambda self: 0 if self.recent is None else self.recent.size)
     beside_taken = property(lambda self: 0 if self.recent is None else self.recent.count.max())

@@ -1,4 +1,4 @@
-"""Keys and values in 8 and 4 bits: their encoding, and attention's products with them."""
+"""Keys and values in 8, 4, 3 and 2 bits: their encoding, and attention's products with them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pallas_kernels.base.products import Product
 from pallas_kernels.base.rows import BLOCK, block_of, over_blocks
 from pallas_kernels.base.varying import varying
 
-LEVELS = 15  # steps of a 4-bit number
+FITTING = 3  # rounds in which scales of 3 and 2 bits are fitted; the fourth changes little
 
 Axis = Literal["token", "channel"]
 
@@ -82,17 +82,21 @@ def _over(x: Array, scale: Array) -> Array:
 
 
 def quantise_groups(
-    x: Float[Array, "... S D"], group: int, axis: Axis = "token"
+    x: Float[Array, "... S D"], group: int, axis: Axis = "token", bits: Literal[4, 3, 2] = 4
 ) -> tuple[UInt8[Array, "... S D/2"], Array, Array]:
-    """Quantises to 4-bit numbers, two in a byte, with scale and least value per group.
+    """Quantises to numbers of 4 bits or fewer, two in a byte, with scale and low per group.
 
-    `low = min`, `scale = (max - min) / 15`, both rounded to the dtype of x;
-    `q = (x - low) / scale`, rounded half to even; 0 where the scale is 0.
+    `low = min`, `scale = (max - min) / (2**bits - 1)`, both rounded to the dtype of x;
+    `q = (x - low) / scale`, rounded half to even, from 0 to `2**bits - 1`; 0 where the scale is 0.
+    With 3 and 2 bits the extremes of a group would take most of the numbers. Before they are
+    rounded, `low` and `scale` are therefore fitted in three rounds: each computes q, and then the
+    `low` and `scale` for which `Σ (low + q · scale - x)²` is least.
 
     Args:
       group: values of a group; it divides D (axis "token") or S ("channel").
       axis: `"token"`: groups are consecutive channels of a slot. `"channel"`: consecutive slots of
         a channel.
+      bits: 4, 3 or 2. A number takes half a byte in any case; `narrowed` packs those of 3 and 2.
 
     Returns:
       q packed (see `pack_int4`); scale and low, `[..., S, D / group]` or `[..., S / group, D]`.
@@ -105,12 +109,23 @@ def quantise_groups(
       [[1.0, 31.0, 5.0, 5.0]]
     """
     dtype, wide = x.dtype, _grouped(x.astype(jnp.float32), group, axis)
-    along = _along(axis)
+    along, most = _along(axis), 2**bits - 1
+
+    def numbers(scale: Array, low: Array) -> Array:
+        by, least = (jnp.expand_dims(part.astype(jnp.float32), along) for part in (scale, low))
+        return jnp.clip(jnp.round(_over(wide - least, by)), 0, most)
+
     low, high = wide.min(along), wide.max(along)
-    scale = ((high - low) / LEVELS).astype(dtype)
-    by, least = (jnp.expand_dims(part.astype(jnp.float32), along) for part in (scale, low))
-    q = jnp.clip(jnp.round(_over(wide - least, by)), 0, LEVELS).astype(jnp.uint8)
-    return pack_int4(q.reshape(x.shape)), scale, low.astype(dtype)
+    scale = (high - low) / most
+    mean = wide.mean(along)
+    for _ in range(FITTING if bits < 4 else 0):
+        q = numbers(scale, low)
+        middle = q.mean(along, keepdims=True)
+        apart = q - middle
+        scale = _over((apart * wide).sum(along), (apart**2).sum(along))
+        low = mean - scale * middle.squeeze(along)
+    scale, low = scale.astype(dtype), low.astype(dtype)
+    return pack_int4(numbers(scale, low).astype(jnp.uint8).reshape(x.shape)), scale, low
 
 
 def dequantise_groups(
@@ -145,6 +160,40 @@ def pack_int4(q: UInt8[Array, "... D"]) -> UInt8[Array, "... D/2"]:
 def unpack_int4(packed: UInt8[Array, "... D/2"]) -> UInt8[Array, "... D"]:
     """Unpacks the numbers that `pack_int4` has packed."""
     return jnp.concatenate(_halves(packed), axis=-1)
+
+
+def narrowed(packed: UInt8[Array, "... D/2"], bits: Literal[3, 2]) -> UInt8[Array, "... N"]:
+    """Packs numbers of 3 or 2 bits, of which `pack_int4` packed two in a byte, in fewer bytes.
+
+    A byte gets four numbers of 2 bits. Three bytes get eight numbers of 3 bits: with 6 bits from
+    each of four bytes, the fourth is divided among the other three. D is a multiple of 8.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels.formats.bits import narrowed, pack_int4, unpack_int4, widened
+      >>> numbers = jnp.array([7, 0, 1, 2, 3, 4, 5, 6], jnp.uint8)
+      >>> narrow = narrowed(pack_int4(numbers), 3)
+      >>> narrow.shape, unpack_int4(widened(narrow, 3)).tolist()
+      ((3,), [7, 0, 1, 2, 3, 4, 5, 6])
+    """
+    if bits == 2:
+        first, second = jnp.split(packed, 2, axis=-1)
+        return first | (second << 2)
+    low, high = _halves(packed)
+    *bodies, divided = jnp.split(low | (high << 3), 4, axis=-1)
+    parts = (body | ((divided >> (2 * n)) << 6) for n, body in enumerate(bodies))
+    return jnp.concatenate(list(parts), axis=-1)
+
+
+def widened(narrow: UInt8[Array, "... N"], bits: Literal[3, 2]) -> UInt8[Array, "... D/2"]:
+    """Returns what `narrowed` has packed as it was, two numbers in a byte."""
+    if bits == 2:
+        twos = 0b00110011
+        return jnp.concatenate((narrow & twos, (narrow >> 2) & twos), axis=-1)
+    thirds = jnp.split(narrow, 3, axis=-1)
+    divided = sum((third >> 6) << (2 * n) for n, third in enumerate(thirds))
+    pairs = jnp.concatenate([*(third & 63 for third in thirds), divided], axis=-1)
+    return (pairs & 7) | ((pairs >> 3) << 4)
 
 
 def _halves(packed: UInt8[Array, "... D/2"]) -> tuple[Array, Array]:

@@ -25,6 +25,7 @@ from tests.support.marks import slow, some_slow
 STORED = {
     "8 bits": "quantize",
     "4 bits": "chain(snapkv, quantize(bits=4, group=8, residual=8))",
+    "3 and 2 bits": "chain(snapkv, quantize(bits=2, group=8, key_bits=3))",
     "every": "every(snapkv, steps=4)",
     "when_full": "when_full(snapkv, room=8)",
     "kvcrush": "kvcrush(snapkv, representatives=4)",

@@ -19,7 +19,10 @@ SHARES = kvjax.kit.HeadProfile(np.array([[[0.8, 1.0], [0.1, 1.0]], [[0.1, 1.0], 
 METHODS = {
     "full": "full",
     "head groups": kvjax.ByHead(kvjax.KVzip(0.5, room=8), SHARES),
-    **{name: name for name in ("4 bits", "codebook", "chelsea", "clusterkv", "every")},
+    **{
+        name: name
+        for name in ("4 bits", "3 and 2 bits", "codebook", "chelsea", "clusterkv", "every")
+    },
     **{name: name for name in STORED if STORED[name] == OFFLOADED},
 }
 
@@ -44,7 +47,7 @@ def never_rests(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", some_slow(METHODS, "4 bits", "head groups", exhaustive={"codebook"})
+    "name", some_slow(METHODS, "4 bits", "3 and 2 bits", "head groups", exhaustive={"codebook"})
 )
 def test_turns_after_a_rest_are_those_without(name, never_rests):
     """In tokens and logits, bit for bit; and nothing of the shapes of the caches is lost."""

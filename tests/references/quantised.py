@@ -108,6 +108,24 @@ def quantise_4bit(
     return q.astype(np.uint8), lo, scale
 
 
+def fitted_line(x: np.ndarray, most: int, rounds: int = 3) -> tuple[float, float]:
+    """The numbers of one group -> lo and scale, fitted for q in 0 .. most.
+
+    At first lo = min, scale = (max - min) / most.  Each round rounds x to q with them, and takes
+    the straight line  lo + scale * q  of least squares through the points (q, x).  Where all q are
+    equal, scale = 0 and lo = mean.
+    """
+    lo, scale = x.min(), (x.max() - x.min()) / most
+    for _ in range(rounds):
+        q = np.clip(np.rint(over(x - lo, np.full(x.shape, scale))), 0, most)
+        if np.ptp(q) == 0:
+            lo, scale = x.mean(), 0.0
+        else:
+            design = np.stack([np.ones(x.size), q], axis=1)
+            (lo, scale), *_ = np.linalg.lstsq(design, x, rcond=None)
+    return float(lo), float(scale)
+
+
 def dequantise_4bit(
     q: np.ndarray, lo: np.ndarray, scale: np.ndarray, group: int = 32, axis: str = "token"
 ) -> np.ndarray:

@@ -129,6 +129,7 @@ def quantised(budget: int) -> dict:
         "h2o_quantize_token": chain(h2o, token),
         "snapkv_quantize_channel": chain(snap, channel),
         "snapkv_quantize_keys_in_8": chain(snap, Quantize(4, GROUP, key_bits=8)),
+        "snapkv_quantize_keys_in_3": chain(snap, Quantize(2, GROUP, key_bits=3)),
         "quantize_channel_infinigen": chain(channel, infinigen(budget)),
     }
 

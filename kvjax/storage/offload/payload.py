@@ -71,6 +71,7 @@ class Offloaded:
 
     shape = property(lambda self: (*self.store.shape[:2], self.recent.nowhere, self.store.shape[3]))
     dtype = property(lambda self: self.store.dtype)
+    at_rest = awake = property(lambda self: self)
     room = property(lambda self: self.recent.room)
     beside = property(lambda self: self.recent.size)
     beside_taken = property(lambda self: self.recent.count.max())

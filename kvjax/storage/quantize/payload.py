@@ -1,4 +1,4 @@
-"""Payloads of 8 and 4 bits."""
+"""Payloads of 8, 4, 3 and 2 bits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -39,10 +39,11 @@ from pallas_kernels import (
 )
 from pallas_kernels.attention.forms import Rows, quantized_rows
 from pallas_kernels.base.rotation import Turn
-from pallas_kernels.formats.bits import Encoded
+from pallas_kernels.formats.bits import Encoded, narrowed, widened
 
-Bits = Literal[8, 4, "float8"]
+Bits = Literal[8, 4, 3, 2, "float8"]
 Axis = Literal["token", "channel"]
+IN_GROUPS = (4, 3, 2)  # bits of numbers that share the scale of a group
 EIGHT_BITS = {8: "int8", "float8": "float8_e4m3fn"}  # dtypes that have one scale per slot
 pytree_node(Encoded)  # `pallas_kernels` depends on JAX alone
 
@@ -53,8 +54,8 @@ class Form:
     """Encoding of the rows of a payload.
 
     Args:
-      bits: 8, 4 or "float8".
-      group, axis: groups of 4-bit values, as in `pallas_kernels.quantise_groups`.
+      bits: 8, 4, 3, 2 or "float8".
+      group, axis: groups of values of 4 bits or fewer, as in `pallas_kernels.quantise_groups`.
       recent: R, the number of new rows that are kept as they came until whole groups of slots can
         be encoded; 0: every row is encoded by itself when it comes.
       hadamard: apply `pallas_kernels.hadamard_transform` to rows before they are encoded.
@@ -69,15 +70,17 @@ class Form:
     hadamard: bool = False
     relative: bool = False
 
+    in_groups = property(lambda self: self.bits in IN_GROUPS)
     # Number of slots that are encoded together.
     together = property(lambda self: self.group if self.recent else 1)
 
     def encode(self, rows: Float[Array, "B H S D"], channels: Channels | None = None) -> Encoded:
         """Encodes dense rows."""
         x = self.basis(rows if channels is None else channels.inside(rows))
-        if self.bits == 4:  # scales of groups get the dtype of the rows
-            return Encoded(*quantise_groups(x.astype(rows.dtype), self.group, self.axis))
-        return Encoded(*quantise_slots(x, jnp.dtype(EIGHT_BITS[self.bits])))
+        if self.bits in EIGHT_BITS:
+            return Encoded(*quantise_slots(x, jnp.dtype(EIGHT_BITS[self.bits])))
+        # Scales of groups get the dtype of the rows.
+        return Encoded(*quantise_groups(x.astype(rows.dtype), self.group, self.axis, self.bits))
 
     def decode(self, encoded: Encoded, channels: Channels | None = None) -> Float[Array, "B K N D"]:
         """Decodes rows to float32."""
@@ -90,7 +93,7 @@ class Form:
 
     def dequantise(self, encoded: Encoded) -> Float[Array, "B H S D"]:
         """Decodes rows to float32, in the basis in which they are encoded."""
-        if self.bits == 4:
+        if self.in_groups:
             return dequantise_groups(*encoded, self.axis)
         return dequantise_slots(encoded.values, encoded.scale)
 
@@ -110,9 +113,10 @@ class Form:
 @pytree_node
 @dataclass(frozen=True)
 class Quantized(EncodedPayload):
-    """Rows of 8 bits, or of 4 bits in groups of channels or of slots.
+    """Rows of 8 bits, or of 4, 3 or 2 bits in groups of channels or of slots.
 
-    A slot takes D + 4 bytes with 8 bits, and D / 2 + 2 · D / group · itemsize with 4. Groups of
+    A slot takes D + 4 bytes with 8 bits, and D / 2 + 2 · D / group · itemsize with 4. Numbers of 3
+    and 2 bits take 4 bits each, and at rest 3 and 2. Groups of
     slots are counted from slot 0; the last group of a (row, KV head) is kept unencoded until it is
     complete. Encoded rows stay exactly as they are, also when they move to another slot, unless
     their slot is merged. In a group of slots, that holds while all of the group stay together.
@@ -140,7 +144,24 @@ class Quantized(EncodedPayload):
     def shape(self) -> tuple[int, int, int, int]:
         """Shape of the dense rows, `(B, H, S, D)`."""
         *rest, _, channels = self.encoded.values.shape
-        return (*rest, self.slots, channels * (2 if self.form.bits == 4 else 1))
+        return (*rest, self.slots, channels * (2 if self.form.in_groups else 1))
+
+    @property
+    def at_rest(self) -> Quantized:
+        """The payload with 3 or 2 bits packed densely."""
+        return self._repacked(narrowed)
+
+    @property
+    def awake(self) -> Quantized:
+        """The payload that was at rest."""
+        return self._repacked(widened)
+
+    def _repacked(self, repack: Callable[[Array, Any], Array]) -> Quantized:
+        bits = self.form.bits
+        if bits not in (3, 2):
+            return self
+        values = repack(self.encoded.values, bits)
+        return dataclasses.replace(self, encoded=self.encoded._replace(values=values))
 
     def read(self, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:
         """Decodes rows: all slots, or those of `index`."""
@@ -229,8 +250,10 @@ class Quantized(EncodedPayload):
     def map_slots(self, change: OfPlaces, slots: int) -> Quantized:
         """Applies `change` to the encoded rows, in whole groups, and to their scales."""
         groups = -(-slots // self.form.together)
-        # Scales of groups are fewer than slots.
-        group = jax.ShapeDtypeStruct((1, 1, self.form.together, self.shape[3]), self.dtype)
+        # Scales of groups are fewer than slots. How many does not depend on the channels, whose
+        # number is another at rest.
+        channels = 2 * self.form.group
+        group = jax.ShapeDtypeStruct((1, 1, self.form.together, channels), self.dtype)
         of_group = jax.eval_shape(self.form.encode, group)
         return self._each(
             lambda x, like: change(x, self.form.together // like.shape[2], groups * like.shape[2]),

@@ -1,4 +1,4 @@
-"""Quantisation of keys and values to 8 or 4 bits, which attention reads without decoding."""
+"""Quantisation of keys and values to 8, 4, 3 or 2 bits, which attention reads without decoding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvjax.compose.foreseen import frees_at_prompts_end, frees_while_decoding
 from kvjax.compose.ring import Ring
 from kvjax.protocol import Card, Extent, KVTransform, Stage, State
 from kvjax.serialization import named
-from kvjax.storage.quantize.payload import Axis, Bits, Form
+from kvjax.storage.quantize.payload import IN_GROUPS, Axis, Bits, Form
 
 GROUP, RESIDUAL = 32, 128  # defaults of 4 bits, as in KIVI
 
@@ -20,11 +20,13 @@ GROUP, RESIDUAL = 32, 128  # defaults of 4 bits, as in KIVI
 @named("quantize")
 @dataclass(frozen=True)
 class Quantize(KVTransform):
-    """Stores keys and values in 8 or 4 bits, behind any method that evicts or merges.
+    """Stores keys and values in 8, 4, 3 or 2 bits, behind any method that evicts or merges.
 
     8 bits are symmetric, with a scale per slot: `scale = max |x| / 127`, `x' = scale · q`. 4 bits
     are asymmetric, in groups of `group` numbers: `scale = (max - min) / 15`,
-    `x' = min + scale · q`, with scale and min in the cache's dtype. A group of values consists of
+    `x' = min + scale · q`, with scale and min in the cache's dtype. With 3 and 2 bits, which have 8
+    and 4 numbers, scale and min are those with the least squared error instead, as far as three
+    rounds of `pallas_kernels.quantise_groups` find them. A group of values consists of
     consecutive channels of a token. A group of keys consists of consecutive slots of a channel
     (`key_axis="channel"`), because some channels of keys are much larger than others; or of
     channels of a token, as for values. Groups of slots are counted from the first slot of each row
@@ -47,24 +49,27 @@ class Quantize(KVTransform):
     A prompt is read in the cache's dtype and encoded when it is complete. A decode step multiplies
     with the numbers as they are stored, block by block of slots; of a selection it decodes only the
     selected rows. At head_dim D, the key or the value of a token takes D + 4 bytes with 8 bits, and
-    `D / 2 + 2 · D / group · itemsize` with 4. Means and scales take 8 D bytes per head. In a chain,
-    layers and heads that another part leaves dense (`dense_layers`, `outlier_heads`) are stored in
-    fewer bits too. Encoded rows stay the same in all later turns, bit for bit, unless they are
-    merged.
+    `D / 2 + 2 · D / group · itemsize` with 4. A number of 3 or 2 bits takes 4 bits while a context
+    answers, and 3 or 2 at rest, on one device and in files. Means and scales take 8 D bytes per
+    head. In a chain, layers and heads that another part leaves dense (`dense_layers`,
+    `outlier_heads`) are stored in fewer bits too. Encoded rows stay the same in all later turns,
+    bit for bit, unless they are merged.
 
     Args:
-      bits: 8, 4, or "float8" (float8_e4m3fn with a scale per slot).
-      group: numbers that share a scale, 4 bits only; 32 as in KIVI.
-      key_axis: "channel" as in KIVI, or "token"; 4 bits only. The slots of a group must stay
-        together: if some are freed, or slots are reordered, the group is rounded again in every
-        turn, and errors grow. None: "token" in a chain with a method that does so at the end of
-        every prompt (SnapKV, KVMerger, ..., `ClusterKV(clusters=...)`), otherwise "channel". Behind
-        methods that free slots while decoding, "token" must be given. With "channel", groups are
-        rounded once more whenever ClusterKV clusters everything anew.
+      bits: 8, 4, 3, 2, or "float8" (float8_e4m3fn with a scale per slot).
+      group: numbers that share a scale, 4 bits and fewer only; 32 as in KIVI. With as many as
+        head_dim, scales take the fewest bytes.
+      key_axis: "channel" as in KIVI, or "token"; 4 bits and fewer only. The slots of a group must
+        stay together: if some are freed, or slots are reordered, the group is rounded again in
+        every turn, and errors grow. None: "token" in a chain with a method that does so at the end
+        of every prompt (SnapKV, KVMerger, ..., `ClusterKV(clusters=...)`), otherwise "channel".
+        Behind methods that free slots while decoding, "token" must be given. With "channel", groups
+        are rounded once more whenever ClusterKV clusters everything anew.
       residual: M, decode steps after which the complete groups of new tokens are encoded; a
         multiple of `group`, with `key_axis="channel"` only; 128 as in KIVI. Behind ClusterKV its
         interval is used instead. It has no effect where a `key_axis` of None has become "token".
-      key_bits: 8 stores keys in 8 bits where values have 4; None: keys have as many as values.
+      key_bits: bits of keys where values have 4 bits or fewer: 8, 4, 3 or 2; None: keys have as
+        many as values. Keys need more than values: 2 bits of theirs lose answers (RESULTS.md).
       rotate: True rotates keys and values, "values" values alone, False neither. Keys in groups of
         slots are never rotated. Neither are keys that a part of the chain stores without RoPE
         (`StreamingLLM(reposition=True)`), since RoPE while attending needs the original channels;
@@ -75,7 +80,8 @@ class Quantize(KVTransform):
       TypeError, ValueError: a number out of range; bits or an axis that is not offered; an option
         that has no effect with these bits. In a chain: groups of slots behind a method that frees
         slots while decoding; `key_axis="channel"` where a prompt's end frees or reorders slots; a
-        place before `Offload`. From `init_cache`: a head_dim that is odd or no multiple of `group`.
+        place before `Offload`. From `init_cache`: a head_dim that is odd, no multiple of `group`,
+        or with 3 and 2 bits no multiple of 8.
 
     Example:
       >>> import kvjax
@@ -99,10 +105,10 @@ class Quantize(KVTransform):
       come rotated and the next weights undo it. QServe's scales are in the weights too. They come
       from calibration, use the greatest key instead of the standard deviation, to the power of 0.5,
       and are the same for both channels of a pair. Here no weight changes.
-      KIVI has 2 bits in addition to 4. Less than one group of a prompt's tokens is kept unencoded,
-      where KIVI keeps the last `length mod residual` keys and `residual` values. While decoding,
-      the newest 0 to `residual + group - 1` tokens are kept unencoded, keys and values alike; KIVI
-      does so with keys. 8 bits and float8 are not in KIVI.
+      KIVI's 2 bits lie between a group's extremes, without a fit. Less than one group of a prompt's
+      tokens is kept unencoded, where KIVI keeps the last `length mod residual` keys and `residual`
+      values. While decoding, the newest 0 to `residual + group - 1` tokens are kept unencoded, keys
+      and values alike; KIVI does so with keys. 8 bits and float8 are not in KIVI.
     """
 
     bits: Bits = 8
@@ -110,7 +116,7 @@ class Quantize(KVTransform):
     key_axis: Axis | None = None
     residual: int | None = None
     rotate: bool | Literal["values"] = True
-    key_bits: Literal[8] | None = None
+    key_bits: Literal[8, 4, 3, 2] | None = None
 
     stage: ClassVar[Stage] = Stage.REPRESENT
     card = Card(
@@ -118,9 +124,11 @@ class Quantize(KVTransform):
         when="lossless",
     )  # fmt: skip
     # True where keys are encoded in groups of slots.
-    groups_slots = property(lambda self: self._bits_of_keys == 4 and self.key_axis != "token")
+    groups_slots = property(
+        lambda self: self._bits_of_keys in IN_GROUPS and self.key_axis != "token"
+    )
     _bits_of_keys = property(lambda self: self.key_bits or self.bits)
-    _group = property(lambda self: (self.group or GROUP) if self.bits == 4 else 1)
+    _group = property(lambda self: (self.group or GROUP) if self.bits in IN_GROUPS else 1)
     _residual = property(lambda self: self.residual or RESIDUAL)
 
     def __post_init__(self):
@@ -128,7 +136,8 @@ class Quantize(KVTransform):
         if self.key_axis is not None:
             check_choice("key_axis", self.key_axis, get_args(Axis))
         if self.key_bits is not None:
-            check_choice("key_bits", self.key_bits, (8,))
+            others = tuple(bits for bits in (8, *IN_GROUPS) if bits != self.bits)
+            check_choice("key_bits", self.key_bits, others)
         if not isinstance(self.rotate, bool):
             check_choice("rotate", self.rotate, (True, False, "values"))
         for name in ("group", "residual"):
@@ -142,9 +151,10 @@ class Quantize(KVTransform):
 
     def _check_options(self) -> None:
         """Raises if an option is given that has no effect."""
-        four, keys = ("bits=4", self.bits == 4), ("keys in 4 bits", self._bits_of_keys == 4)
-        slots = "bits=4, key_axis='channel'", self.groups_slots
-        options = {"group": four, "key_bits": four, "key_axis": keys, "residual": slots}
+        few = "4, 3 and 2 bits", self.bits in IN_GROUPS
+        keys = "keys in 4, 3 and 2 bits", self._bits_of_keys in IN_GROUPS
+        slots = "4, 3 and 2 bits with key_axis='channel'", self.groups_slots
+        options = {"group": few, "key_bits": few, "key_axis": keys, "residual": slots}
         for name, (form, used) in options.items():
             value = getattr(self, name)
             if value is not None and not used:
@@ -190,17 +200,19 @@ class Quantize(KVTransform):
         shape, dtype, head_dim = cache.k.shape, cache.k.dtype, cache.k.shape[3]
         if self.bits == 4 and head_dim % 2:
             raise ValueError(f"4 bits need an even head_dim, two values a byte, got {head_dim}")
+        if {self.bits, self._bits_of_keys} & {3, 2} and head_dim % 8:
+            raise ValueError(f"3 and 2 bits need a head_dim in eights, got {head_dim}")
         if head_dim % self._group:
             raise ValueError(f"head_dim must be a multiple of group={self._group}, got {head_dim}")
         v = Form(self.bits, self._group, hadamard=bool(self.rotate))
         if self.groups_slots:
             # Room for the tokens of M steps, and for an incomplete group of the last flush.
             v = dataclasses.replace(v, recent=cache.interval + self._group - 1)
-            k = dataclasses.replace(v, axis="channel", hadamard=False)
+            k = dataclasses.replace(v, bits=self._bits_of_keys, axis="channel", hadamard=False)
         else:
             # RoPE while attending would mix the wrong channels of keys in another basis.
             rotated = self.rotate is True and not cache.unrotated_keys
-            k = dataclasses.replace(v, relative=True, hadamard=rotated)
-            if self.key_bits is not None:
-                k = dataclasses.replace(k, bits=self.key_bits, group=1)
+            bits = self._bits_of_keys
+            group = self._group if bits in IN_GROUPS else 1
+            k = dataclasses.replace(v, bits=bits, group=group, relative=True, hadamard=rotated)
         return cache.replace(k=k.empty(shape, dtype), v=v.empty(shape, dtype)), ()
