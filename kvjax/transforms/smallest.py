@@ -18,6 +18,10 @@ from kvjax.storage.quantize.transform import GROUP, Quantize
 from kvjax.transforms.own_queries import OwnQueries
 
 _TOKENS = 4096  # of the caches whose bytes are counted
+_GROUP = 64  # numbers that share a scale where bytes are few: more tokens outweigh finer scales
+# Where 4 bits would leave a smaller share of the tokens, more tokens in fewer bits answer better
+# (RESULTS.md, "Answers against bytes").
+_FEW_TOKENS = 0.25
 
 
 def smallest(share: float, *, head_dim: int, room: int = 256) -> KVTransform:
@@ -25,9 +29,10 @@ def smallest(share: float, *, head_dim: int, room: int = 256) -> KVTransform:
 
     The share is of the bytes that the full cache takes in bfloat16. Room for questions comes on
     top. Where the share allows it, every token stays: in 8 bits, or with keys in 8 bits and values
-    in 4, or in 4 bits. A smaller share keeps the tokens that `OwnQueries` scores best, in 4 bits,
-    and `ByHead` shares them among heads. How well each of them answers is measured in RESULTS.md,
-    under "Answers against bytes".
+    in 4, or in 4 bits. A smaller share keeps the tokens that `OwnQueries` scores best, and `ByHead`
+    shares them among heads: in 4 bits, or, where those would leave less than a quarter of the
+    tokens, with keys in 3 bits and values in 2. How well each of them answers is measured in
+    RESULTS.md, under "Answers against bytes".
 
     Args:
       share: of the bytes, in (0, 1].
@@ -42,21 +47,31 @@ def smallest(share: float, *, head_dim: int, room: int = 256) -> KVTransform:
       >>> import kvjax
       >>> kvjax.unparse(kvjax.smallest(0.6, head_dim=64))
       'quantize'
-      >>> kvjax.unparse(kvjax.smallest(0.07, head_dim=64))
+      >>> kvjax.unparse(kvjax.smallest(0.06, head_dim=64))
       "by_head(chain(own_queries(budget=0.2169), quantize(bits=4, key_axis='token')))"
     """
     check_number("share", share, 0.0, 1.0)
     check_count("head_dim", head_dim, 2)
-    group = math.gcd(GROUP, head_dim)
+    group, large = (math.gcd(size, head_dim) for size in (GROUP, _GROUP))
     group = None if group == GROUP else group
-    four = Quantize(4, group)
     full = bytes_of_slot(Full(), head_dim)
-    for form in (Quantize(8), Quantize(4, group, key_bits=8), Quantize(4, group, "token")):
+    four = (
+        Quantize(4, group, key_bits=8),
+        Quantize(4, group, "token"),
+        Quantize(4, large, "token"),
+    )
+    for form in (Quantize(8), *four):
         if bytes_of_slot(form, head_dim) <= share * full:
             return form
-    scored = chain(OwnQueries(0.5, room=0), four)
-    budget = math.floor(1e4 * share * full / bytes_of_slot(scored, head_dim)) / 1e4
-    return ByHead(chain(OwnQueries(budget, room=room), four))
+
+    def budget(form: Quantize) -> float:
+        scored = chain(OwnQueries(0.5, room=0), form)
+        return math.floor(1e4 * share * full / bytes_of_slot(scored, head_dim)) / 1e4
+
+    form = Quantize(4, large)
+    if budget(form) < _FEW_TOKENS and head_dim % 8 == 0:
+        form = Quantize(2, large, key_bits=3)
+    return ByHead(chain(OwnQueries(budget(form), room=room), form))
 
 
 def bytes_of_slot(transform: KVTransform, head_dim: int) -> float:

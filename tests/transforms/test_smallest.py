@@ -41,6 +41,22 @@ def test_every_token_stays_where_there_are_bytes_for_it():
     }  # fmt: skip
 
 
+def test_few_tokens_have_fewer_bits():
+    """Where 4 bits would leave less than a quarter of the tokens, if the channels allow it."""
+    forms = {
+        (share, head_dim): kvjax.unparse(kvjax.smallest(share, head_dim=head_dim).base.parts[1])
+        for share in (0.1, 0.06) for head_dim in (64, 96, 36)
+    }  # fmt: skip
+    assert forms == {
+        (0.1, 64): "quantize(bits=4, group=64, key_axis='token')",
+        (0.06, 64): "quantize(bits=2, group=64, key_axis='token', key_bits=3)",
+        (0.1, 96): "quantize(bits=4, group=32, key_axis='token')",
+        (0.06, 96): "quantize(bits=2, group=32, key_axis='token', key_bits=3)",
+        (0.1, 36): "quantize(bits=4, group=4, key_axis='token')",
+        (0.06, 36): "quantize(bits=4, group=4, key_axis='token')",
+    }
+
+
 def test_room_comes_on_top():
     small, large = (kvjax.smallest(0.1, head_dim=64, room=room).base for room in (0, 100))
     assert dataclasses.replace(small.parts[0], room=100) == large.parts[0]
