@@ -48,7 +48,12 @@ NEW, ROOM = 24, 96  # tokens of an answer and of a question, at most
 SINKS = 4  # that stay where nothing else does
 
 OWN, KVZIP = "own_queries", "kvzip"
-FOUR, FOUR_EIGHT, EIGHT = "quantize(bits=4)", "quantize(bits=4, key_bits=8)", "quantize"
+FOUR, EIGHT = "quantize(bits=4, group=64)", "quantize"
+# Keys in 3 and 4 bits beside values in 2.
+THREE_TWO, FOUR_TWO = (
+    "quantize(bits=2, group=64, key_bits=3)",
+    "quantize(bits=2, group=64, key_bits=4)",
+)
 
 
 def scored(method: str, budget: float, form: str = "", **options: object) -> str:
@@ -63,20 +68,20 @@ def by_head(method: str, budget: float, form: str = "", **options: object) -> st
     return f"by_head({scored(method, budget, form, **options)})"
 
 
-# In 4 bits, the first three budgets take 1.5, 3 and 6 % of the bytes.
-BUDGETS = {FOUR: (0.0441, 0.0881, 0.1762, 0.3, 0.5), "": (0.05, 0.1, 0.2, 0.5)}
+# Some 1.5, 3 and 6 % of the bytes come first.
 FRONTIER = (
-    *(by_head(OWN, budget, FOUR) for budget in BUDGETS[FOUR]),
-    *(by_head(OWN, budget, form) for form in (FOUR_EIGHT, EIGHT) for budget in (0.2, 0.5)),
-    *(by_head(method, budget) for method in (OWN, KVZIP) for budget in BUDGETS[""]),
-    *(by_head(KVZIP, budget, FOUR) for budget in BUDGETS[FOUR][:3]),
-    "snapkv(budget=0.2)", "h2o(budget=0.2)", FOUR, FOUR_EIGHT, EIGHT,
-    f"chain({FOUR}, clusterkv(budget=0.2))",
+    *(by_head(OWN, budget, THREE_TWO) for budget in (0.068, 0.14, 0.29)),
+    by_head(OWN, 0.25, FOUR_TWO),
+    *(by_head(OWN, budget, FOUR) for budget in (0.19, 0.3, 0.5)),
+    *(by_head(OWN, budget) for budget in (0.1, 0.2)),
+    *(by_head(KVZIP, budget) for budget in (0.1, 0.2)), by_head(KVZIP, 0.14, THREE_TWO),
+    "snapkv(budget=0.2)", "h2o(budget=0.2)", "quantize(bits=4)", EIGHT,
+    "chain(quantize(bits=4), clusterkv(budget=0.2))",
 )  # fmt: skip
 # One part at a time, at a tenth of the tokens.
 PARTS = (
     by_head(OWN, 0.1), by_head(OWN, 0.1, use=0.0), by_head(OWN, 0.1, use=1.0),
-    by_head(OWN, 0.1, use=0.33), by_head(OWN, 0.1, use=0.67), by_head(OWN, 0.1, kernel=1),
+    by_head(OWN, 0.1, use=0.33), by_head(OWN, 0.1, use=0.67), by_head(OWN, 0.1, kernel=3),
     by_head(OWN, 0.1, piece=512), by_head(OWN, 0.1, piece=1408), scored(OWN, 0.1),
     by_head(KVZIP, 0.1), by_head(KVZIP, 0.1, values=False), by_head(KVZIP, 0.1, kernel=1),
     scored(KVZIP, 0.1),

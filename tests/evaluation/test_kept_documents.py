@@ -25,10 +25,11 @@ MODEL = random_decoder(
     )
 )  # fmt: skip
 METHODS = kvjax.KVzip(0.3, room=40), kvjax.OwnQueries(0.3, room=40, piece=16)
+FORMS = None, kvjax.Quantize(4, 16), kvjax.Quantize(8), kvjax.Quantize(2, 16, key_bits=3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [None, kvjax.Quantize(4, 16), kvjax.Quantize(8)])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
 def test_masks_answer_as_real_storage_does(method, form):
     rng = np.random.default_rng(5)
