@@ -19,9 +19,9 @@ from kvjax.transforms.own_queries import OwnQueries
 
 _TOKENS = 4096  # of the caches whose bytes are counted
 _GROUP = 64  # numbers that share a scale where bytes are few: more tokens outweigh finer scales
-# Where 4 bits would leave a smaller share of the tokens, more tokens in fewer bits answer better
-# (RESULTS.md, "Answers against bytes").
-_FEW_TOKENS = 0.25
+# Bits of keys and values, and the least share of the tokens with which they answer best: with fewer
+# tokens than that, more tokens in fewer bits do (RESULTS.md, "Answers against bytes").
+_FORMS = ((4, 4, 0.25), (4, 2, 0.2), (3, 2, 0.0))
 
 
 def smallest(share: float, *, head_dim: int, room: int = 256) -> KVTransform:
@@ -30,9 +30,9 @@ def smallest(share: float, *, head_dim: int, room: int = 256) -> KVTransform:
     The share is of the bytes that the full cache takes in bfloat16. Room for questions comes on
     top. Where the share allows it, every token stays: in 8 bits, or with keys in 8 bits and values
     in 4, or in 4 bits. A smaller share keeps the tokens that `OwnQueries` scores best, and `ByHead`
-    shares them among heads: in 4 bits, or, where those would leave less than a quarter of the
-    tokens, with keys in 3 bits and values in 2. How well each of them answers is measured in
-    RESULTS.md, under "Answers against bytes".
+    shares them among heads: in 4 bits; where those would leave less than a quarter of the tokens,
+    with values in 2 bits; and where those would leave less than a fifth, with keys in 3. How well
+    each of them answers is measured in RESULTS.md, under "Answers against bytes".
 
     Args:
       share: of the bytes, in (0, 1].
@@ -68,9 +68,11 @@ def smallest(share: float, *, head_dim: int, room: int = 256) -> KVTransform:
         scored = chain(OwnQueries(0.5, room=0), form)
         return math.floor(1e4 * share * full / bytes_of_slot(scored, head_dim)) / 1e4
 
-    form = Quantize(4, large)
-    if budget(form) < _FEW_TOKENS and head_dim % 8 == 0:
-        form = Quantize(2, large, key_bits=3)
+    few = head_dim % 8 == 0  # 3 and 2 bits need it
+    for keys, values, least in _FORMS if few else _FORMS[:1]:
+        form = Quantize(values, large, key_bits=None if keys == values else keys)
+        if budget(form) >= least:
+            break
     return ByHead(chain(OwnQueries(budget(form), room=room), form))
 
 

@@ -42,18 +42,21 @@ def test_every_token_stays_where_there_are_bytes_for_it():
 
 
 def test_few_tokens_have_fewer_bits():
-    """Where 4 bits would leave less than a quarter of the tokens, if the channels allow it."""
+    """Where 4 bits would leave less than a quarter of the tokens, and 4 and 2 bits a fifth."""
     forms = {
         (share, head_dim): kvjax.unparse(kvjax.smallest(share, head_dim=head_dim).base.parts[1])
-        for share in (0.1, 0.06) for head_dim in (64, 96, 36)
+        for share in (0.1, 0.06, 0.03) for head_dim in (64, 96, 36)
     }  # fmt: skip
     assert forms == {
         (0.1, 64): "quantize(bits=4, group=64, key_axis='token')",
-        (0.06, 64): "quantize(bits=2, group=64, key_axis='token', key_bits=3)",
+        (0.06, 64): "quantize(bits=2, group=64, key_axis='token', key_bits=4)",
+        (0.03, 64): "quantize(bits=2, group=64, key_axis='token', key_bits=3)",
         (0.1, 96): "quantize(bits=4, group=32, key_axis='token')",
-        (0.06, 96): "quantize(bits=2, group=32, key_axis='token', key_bits=3)",
+        (0.06, 96): "quantize(bits=2, group=32, key_axis='token', key_bits=4)",
+        (0.03, 96): "quantize(bits=2, group=32, key_axis='token', key_bits=3)",
         (0.1, 36): "quantize(bits=4, group=4, key_axis='token')",
         (0.06, 36): "quantize(bits=4, group=4, key_axis='token')",
+        (0.03, 36): "quantize(bits=4, group=4, key_axis='token')",
     }
 
 
