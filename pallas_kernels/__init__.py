@@ -39,7 +39,7 @@ from pallas_kernels.grouping.slot_pairs import join_anchors, pair_cosine, pair_d
 from pallas_kernels.grouping.soft_matching import soft_matching
 from pallas_kernels.recall.cluster_selection import build_indices, rank_clusters
 from pallas_kernels.recall.host_rows import host_rows
-from pallas_kernels.recall.page_bounds import page_bounds
+from pallas_kernels.recall.page_bounds import page_bounds, page_moments
 from pallas_kernels.recall.page_scores import page_scores
 
 __all__ = [
@@ -68,6 +68,7 @@ __all__ = [
     "nearest_entries",
     "pack_bits",
     "page_bounds",
+    "page_moments",
     "page_scores",
     "pair_cosine",
     "pair_distance",

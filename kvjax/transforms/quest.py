@@ -1,4 +1,4 @@
-"""Quest: pages of tokens, recalled by a bound on what their keys can score (arXiv 2406.10774)."""
+"""Quest: pages of tokens, recalled by what their keys can score (arXiv 2406.10774)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets.budgets import Budget, check_budget, most_slots
 from kvjax.cache.payload import take_slots, write_slots
 from kvjax.cache.selection import newest
 from kvjax.cache.slots import NEG_INF, KVCache
-from kvjax.checks import check_count, check_flag
+from kvjax.checks import check_count, check_flag, check_number
 from kvjax.protocol import Card, Step, View
 from kvjax.serialization import named, pytree_node
 from kvjax.transforms.recall import Recall, of_lists
-from pallas_kernels import page_bounds, page_scores
+from pallas_kernels import page_bounds, page_moments, page_scores
 
 PAGES = 3  # smallest number of pages that a budget must hold
 
@@ -29,14 +30,16 @@ class Pages:
     """Index of pages: page p of a head is its slots `p · page` to `(p + 1) · page`.
 
     Args:
-      low, high: least and greatest value of each channel among a page's keys; 0 where there is no
-        page.
+      low, high: bounds of each channel of a page's keys; 0 where there is no page.
       budget: number of pages that each row attends to.
+      newest: mean and variance of the newest page's channels, in float32; None with the paper's
+        bounds.
     """
 
     low: Float[Array, "B H P D"]
     high: Float[Array, "B H P D"]
     budget: Int[Array, " B"]
+    newest: tuple[Float[Array, "B H D"], Float[Array, "B H D"]] | None
 
 
 @named("quest")
@@ -45,12 +48,20 @@ class Quest(Recall):
     """Keeps everything, and attends to the pages whose keys may score highest.
 
     Tokens are stored in pages of `page` tokens, in the order of their positions. For each page P
-    the index holds the least and the greatest key value of each channel. So no token of the page
-    has a higher `q · k` than `u_P = Σ_c max(q_c · low_c, q_c · high_c)`. A decode step attends to
-    `budget / page` pages: the first one, the newest one, and those with the highest u (ties go to
-    the lower page). They are listed in ascending order. The new token's key widens the bounds of
-    its page, the newest, in place. In attention with a sliding window, pages that lie entirely
-    outside the window are not taken.
+    the index holds two bounds of each channel of its keys. By them the page scores
+
+        u_P = Σ_c max(q_c · low_c, q_c · high_c)
+
+    They are `low = mean − spread · deviation` and `high = mean + spread · deviation` of the page's
+    keys, so that u is `q · mean + spread · Σ_c |q_c| deviation_c`: what an average key scores, and
+    more where keys differ. With `spread=None` the bounds are the least and the greatest value, as
+    in the paper, so that no token of the page has a higher `q · k` than u. Then a page whose keys
+    lie in opposite corners looks good, though none of them does.
+
+    A decode step attends to `budget / page` pages: the first one, the newest one, and those with
+    the highest u (ties go to the lower page). They are listed in ascending order. The new token's
+    key changes the bounds of its page, the newest, in place. In attention with a sliding window,
+    pages that lie entirely outside the window are not taken.
 
     The index is `[B, H, P, D]` twice, in the dtype of the keys: 1 / `page` of the size of keys and
     values.
@@ -64,24 +75,27 @@ class Quest(Recall):
         over the group decides for a KV head.
       dense_layers: layers that attend to everything; the first two as in the paper. Give `()` to a
         model of two layers.
+      spread: how many deviations bounds are from the mean, or None; 1.
       first_page: always take the first page, which holds the attention sinks. False is the paper's
         form, where u decides about the first page too.
 
     Raises:
       TypeError, ValueError: a number out of range; `budget` below three pages or no multiple of
-        `page`.
+        `page`; `spread` not above 0.
 
     Example:
       >>> import kvjax
-      >>> kvjax.bind(kvjax.Quest(budget=1024), num_layers=3)[1:]
-      (Full(), Quest(budget=1024, page=16, per_query_head=False, dense_layers=(), first_page=True))
+      >>> [type(layer).__name__ for layer in kvjax.bind(kvjax.Quest(budget=1024), num_layers=3)]
+      ['Full', 'Full', 'Quest']
 
     References:
       Tang et al., Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference, arXiv
       2406.10774.
 
     Deviations from the paper:
-      The default is one choice per KV head; `per_query_head=True` is the paper's. The first page is
+      The default is one choice per KV head; `per_query_head=True` is the paper's. So is
+      `spread=None`: of the attention of heads that look up a needle, a tenth of the pages receives
+      less by it in two models (RESULTS.md, "Pages by means"). The first page is
       always taken, unless `first_page=False`, since a page's bounds say little about the keys of
       sinks. The newest page is always taken too, however full it is. Behind a method that evicts or
       merges at the prompt's end, pages consist of the tokens that remain. On a further turn
@@ -93,6 +107,7 @@ class Quest(Recall):
     per_query_head: bool = False
     dense_layers: tuple[int, ...] = (0, 1)
     first_page: bool = True
+    spread: float | None = 1.0
 
     card = Card(
         acts="prompt, every step", paper="Quest, arXiv 2406.10774", when="later", small={"page": 4}
@@ -103,6 +118,8 @@ class Quest(Recall):
         super().__post_init__()
         check_flag("first_page", self.first_page)
         check_count("page", self.page, 1)
+        if self.spread is not None:
+            check_number("spread", self.spread, 0.0)
         check_budget(self.budget, self.minimum, f"{PAGES} pages of {self.page}")
         if isinstance(self.budget, int | np.integer) and self.budget % self.page:
             raise ValueError(f"budget must be a multiple of page={self.page}, got {self.budget}")
@@ -112,10 +129,16 @@ class Quest(Recall):
         batch, kv_heads, slots = cache.shape
         pages = -(-slots // self.page)
         most = max(most_slots(self.budget, cache.max_prompt, self.minimum) // self.page, PAGES)
-        bounds = jnp.zeros((batch, kv_heads, pages, cache.k.shape[3]), cache.k.dtype)
         cache = self.with_lists(cache, min(most, pages) * self.page)
-        # `+ 0` makes a second array: one buffer must not be donated twice.
-        return cache, Pages(bounds, bounds + 0, self._pages_budget(cache))
+        head_dim = cache.k.shape[3]
+
+        def zeros(*of_head: int, dtype: DTypeLike) -> tuple[Array, Array]:
+            x = jnp.zeros((batch, kv_heads, *of_head, head_dim), dtype)
+            return x, x + 0  # a second array: one buffer must not be donated twice
+
+        newest = None if self.spread is None else zeros(dtype=jnp.float32)
+        bounds = zeros(pages, dtype=cache.k.dtype)
+        return cache, Pages(*bounds, self._pages_budget(cache), newest)
 
     def select(self, view: View, state: Pages, query: Array) -> tuple[View, Pages]:
         """Adds the new token to its page, then selects the pages with the highest u."""
@@ -142,29 +165,53 @@ class Quest(Recall):
         slot = jax.lax.broadcasted_iota(jnp.int32, cache.shape, 2)
         # Keys are read from the cache and not taken from `step.keys`: an earlier part of a chain
         # may have merged some since attention saw them.
-        bounds = page_bounds(cache.k.read(), slot, cache.used, self.page, state.low.shape[2])
-        return None, step.of_rows(Pages(*bounds, self._pages_budget(cache)), state)
+        keys, pages, newest = cache.k.read(), state.low.shape[2], None
+        if self.spread is None:
+            bounds = page_bounds(keys, slot, cache.used, self.page, pages)
+        else:
+            mean, variance = page_moments(keys, slot, cache.used, self.page, pages)
+            last = jnp.maximum(cache.used - 1, 0)[..., None] // self.page
+            newest = tuple(take_slots(x, last)[:, :, 0] for x in (mean, variance))
+            bounds = self._around(mean, variance, keys.dtype)
+        return None, step.of_rows(Pages(*bounds, self._pages_budget(cache), newest), state)
 
     def _pages_budget(self, cache: KVCache) -> Int[Array, " B"]:
         """Returns the number of pages that each row attends to."""
         return jnp.maximum(self.rows_budget(cache) // self.page, PAGES)
 
     def _with_new_token(self, state: Pages, cache: KVCache, slots: Int[Array, "B H 1"]) -> Pages:
-        """Widens the bounds of the newest page by the new token's key, in rows that have one.
+        """Changes the bounds of the newest page by the new token's key, in rows that have one.
 
         This happens before attention, so that scores are computed from the new bounds. XLA would
         copy bounds that are overwritten after they have been read.
         """
         key = cache.k.read(jnp.minimum(slots, cache.slots - 1))
-        opens_page = (slots % self.page == 0)[..., None]
+        before = slots % self.page  # tokens of the page before this one
         page = jnp.where(slots < cache.slots, slots // self.page, state.low.shape[2])
+        if state.newest is not None:
+            there, before = slots < cache.slots, before.astype(jnp.float32)
+            newest = _moments_with(key[:, :, 0].astype(jnp.float32), state.newest, before)
+            newest = jax.tree.map(lambda new, old: jnp.where(there, new, old), newest, state.newest)
+            low, high = self._around(*newest, state.low.dtype)
+            return dataclasses.replace(
+                state, newest=newest, low=write_slots(state.low, page, low[:, :, None]),
+                high=write_slots(state.high, page, high[:, :, None]),
+            )  # fmt: skip
 
         def widen(bounds: Array, extremum) -> Array:
             bound = take_slots(bounds, jnp.minimum(page, bounds.shape[2] - 1))
+            opens_page = (before == 0)[..., None]
             return write_slots(bounds, page, jnp.where(opens_page, key, extremum(bound, key)))
 
         low, high = widen(state.low, jnp.minimum), widen(state.high, jnp.maximum)
         return dataclasses.replace(state, low=low, high=high)
+
+    def _around(
+        self, mean: Float[Array, "B H *P D"], variance: Float[Array, "B H *P D"], dtype: DTypeLike
+    ) -> tuple[Array, Array]:
+        """Returns bounds that are `spread` deviations from the mean."""
+        apart = self.spread * jnp.sqrt(variance)
+        return (mean - apart).astype(dtype), (mean + apart).astype(dtype)
 
     def _visible_pages(self, cache: KVCache, window: int) -> Bool[Array, "B H P"]:
         """Marks the pages that have a token inside the sliding window."""
@@ -201,6 +248,22 @@ class Quest(Recall):
         _, best = jax.lax.top_k(score, most)
         taken = _numbers(most) < jnp.minimum(num_pages, budget[:, None, None])
         return jnp.sort(jnp.where(taken, best, pages), axis=-1)
+
+
+def _moments_with(
+    key: Float[Array, "B H D"],
+    moments: tuple[Float[Array, "B H D"], Float[Array, "B H D"]],
+    before: Float[Array, "B H 1"],
+) -> tuple[Float[Array, "B H D"], Float[Array, "B H D"]]:
+    """Returns mean and variance of a page's keys with one more key (Welford's update).
+
+    Args:
+      before: number of keys before it.
+    """
+    mean, variance = moments
+    new_mean = mean + (key - mean) / (before + 1)
+    squares = before * variance + jnp.where(before > 0, (key - mean) * (key - new_mean), 0)
+    return new_mean, squares / (before + 1)
 
 
 def _numbers(count: int) -> Int[Array, "1 1 N"]:

@@ -1,14 +1,17 @@
-"""Least and greatest value of each channel among the keys of a page."""
+"""Least and greatest value of each channel among the keys of a page, or mean and variance."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.base.rows import block_of, take_slots
 
 AT_ONCE = 1024  # slots of a head whose keys are gathered at a time
+Two = tuple[Float[Array, "B H P D"], Float[Array, "B H P D"]]
 
 
 def page_bounds(
@@ -37,6 +40,58 @@ def page_bounds(
       >>> low[0, 0, :, 0].tolist(), high[0, 0, :, 0].tolist()
       ([1.0, 2.0], [3.0, 2.0])
     """
+
+    def bounds(rows: Array, there: Array) -> tuple[Array, Array]:
+        return jnp.where(there, rows, jnp.inf).min(3), jnp.where(there, rows, -jnp.inf).max(3)
+
+    return _of_pages(bounds, keys, order, count, page, pages)
+
+
+def page_moments(
+    keys: Float[Array, "B H S D"],
+    order: Int[Array, "B H S"],
+    count: Int[Array, "B H"],
+    page: int,
+    pages: int,
+) -> tuple[Float[Array, "B H P D"], Float[Array, "B H P D"]]:
+    """Returns mean and variance per channel over the keys of each page, in float32.
+
+    Both are 0 for an empty page.
+
+    Args:
+      keys, order, count, page, pages: as in `page_bounds`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import page_moments
+      >>> keys = jnp.array([[[[3.0], [1.0], [2.0], [9.0]]]])
+      >>> mean, variance = page_moments(keys, jnp.arange(4)[None, None], jnp.array([[3]]), 2, 2)
+      >>> mean[0, 0, :, 0].tolist(), variance[0, 0, :, 0].tolist()
+      ([2.0, 2.0], [1.0, 0.0])
+    """
+
+    def moments(rows: Array, there: Array) -> tuple[Array, Array]:
+        rows, tokens = rows.astype(jnp.float32), jnp.maximum(there.sum(3), 1).astype(jnp.float32)
+        mean = jnp.where(there, rows, 0).sum(3) / tokens
+        apart = jnp.where(there, rows - mean[:, :, :, None], 0)
+        return mean, (apart**2).sum(3) / tokens
+
+    return _of_pages(moments, keys, order, count, page, pages)
+
+
+def _of_pages(
+    reduce: Callable[[Float[Array, "B H N T D"], Bool[Array, "B H N T 1"]], Two],
+    keys: Float[Array, "B H S D"],
+    order: Int[Array, "B H S"],
+    count: Int[Array, "B H"],
+    page: int,
+    pages: int,
+) -> Two:
+    """Returns two numbers per channel of each page; 0 for an empty page.
+
+    Args:
+      reduce: computes them from the keys of N pages, and which of their T tokens there are.
+    """
     batch, kv_heads, size, _ = keys.shape
     blocks = -(-pages // max(AT_ONCE // page, 1))
     per_block = -(-pages // blocks)  # pages of a block
@@ -48,14 +103,12 @@ def page_bounds(
         rows = take_slots(keys, index).reshape(batch, kv_heads, per_block, page, -1)
         token = start + jnp.arange(per_block * page, dtype=jnp.int32)[None, None]
         there = (token < count[..., None]).reshape(batch, kv_heads, per_block, page, 1)
-        low = jnp.where(there, rows, jnp.inf).min(3)
-        high = jnp.where(there, rows, -jnp.inf).max(3)
-        filled = there.any(3)
-        return jnp.where(filled, low, 0), jnp.where(filled, high, 0)
+        filled, (first, second) = there.any(3), reduce(rows, there)
+        return jnp.where(filled, first, 0), jnp.where(filled, second, 0)
 
     starts = jnp.arange(blocks, dtype=jnp.int32) * (per_block * page)
-    low, high = (
+    first, second = (
         jnp.moveaxis(x, 0, 2).reshape(batch, kv_heads, blocks * per_block, -1)[:, :, :pages]
         for x in jax.lax.map(block, starts)
     )
-    return low, high
+    return first, second

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import page_bounds, page_scores
+from pallas_kernels import page_bounds, page_moments, page_scores
 from tests.references import quest as reference
 from tests.support.implementations import EVERY, each_way
 from tests.support.tolerances import close
@@ -76,7 +76,7 @@ def test_zeros_and_equal_bounds(implementation):
     # The last takes more than one block.
     [(1, 4), (37, 1), (37, 4), (37, 16), pytest.param(2100, 16, marks=pytest.mark.slow)],
 )
-def test_bounds(slots, page):
+def test_bounds_and_moments(slots, page):
     """Heads with more and fewer tokens, which stand anywhere; no token reaches a page twice."""
     rng = np.random.default_rng(slots)
     keys = rng.normal(size=(2, 2, slots, 3)).astype(np.float32)
@@ -84,11 +84,16 @@ def test_bounds(slots, page):
     count = rng.integers(0, slots + 1, (2, 2)).astype(np.int32)
     count[0, 0] = slots
     pages = -(-slots // page) + 1  # the last is of nobody
-    low, high = page_bounds(jnp.asarray(keys), jnp.asarray(order), jnp.asarray(count), page, pages)
+    arguments = *map(jnp.asarray, (keys, order, count)), page, pages
+    low, high = page_bounds(*arguments)
+    mean, variance = page_moments(*arguments)
     for row, head in np.ndindex(2, 2):
         own = keys[row, head][order[row, head][: count[row, head]]]
-        expected = np.zeros((2, pages, 3))
+        expected, moments = np.zeros((2, 2, pages, 3))
         if len(own):
             expected[:, : -(-len(own) // page)] = reference.page_bounds(own, page)
+            moments[:, : -(-len(own) // page)] = reference.page_moments(own.astype(float), page)
+        close(mean[row, head], moments[0])
+        close(variance[row, head], moments[1])
         np.testing.assert_array_equal(low[row, head], expected[0])
         np.testing.assert_array_equal(high[row, head], expected[1])

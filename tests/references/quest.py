@@ -1,4 +1,4 @@
-"""Quest (arXiv 2406.10774): pages of tokens, judged by a bound on what their keys can score."""
+"""Quest (arXiv 2406.10774): pages of tokens, judged by what their keys can score."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ def page_bounds(keys: np.ndarray, page: int) -> tuple[np.ndarray, np.ndarray]:
     """Smallest and largest key of every channel, [P, D], of pages of consecutive keys [N, D]."""
     pages = [keys[start : start + page] for start in range(0, len(keys), page)]
     return np.array([p.min(axis=0) for p in pages]), np.array([p.max(axis=0) for p in pages])
+
+
+def page_moments(keys: np.ndarray, page: int) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and variance of every channel, [P, D], of pages of consecutive keys [N, D]."""
+    pages = [keys[start : start + page] for start in range(0, len(keys), page)]
+    return np.array([p.mean(axis=0) for p in pages]), np.array([p.var(axis=0) for p in pages])
 
 
 def page_scores(q: np.ndarray, lowest: np.ndarray, highest: np.ndarray) -> np.ndarray:
@@ -39,6 +45,9 @@ class Quest(Recalling):
     `page` consecutive live tokens in the order of their positions; generated tokens go on filling
     the last one.  A KV head goes by the maximum of the page's scores over its group.  With a
     sliding window, pages all of whose tokens lie outside it are no candidates.
+
+    With spread=None the bounds of a page are its smallest and largest keys; otherwise they are
+    `spread` standard deviations below and above the mean, by channel.
     """
 
     def __init__(
@@ -47,17 +56,26 @@ class Quest(Recalling):
         page: int = 16,
         per_query_head: bool = False,
         first_page: bool = True,
+        spread: float | None = None,
         **options: float | None,
     ) -> None:
         super().__init__(per_query_head, **options)
-        self.budget, self.page, self.first_page = budget, page, first_page
+        self.budget, self.page, self.first_page, self.spread = budget, page, first_page, spread
+
+    def bounds(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Lower and upper bounds of every channel, [P, D]."""
+        if self.spread is None:
+            return page_bounds(keys, self.page)
+        mean, variance = page_moments(keys, self.page)
+        apart = self.spread * np.sqrt(variance)
+        return mean - apart, mean + apart
 
     def select(self, q: np.ndarray) -> list[list[int]]:
         """The positions of the pages taken, ascending."""
         taken = page_budget(self.budget, self.prompt_length, self.page)
         selected = []
         for slots, group in zip(self.heads, self.by_group(q), strict=True):
-            bounds = page_bounds(slots.keys, self.page)
+            bounds = self.bounds(slots.keys)
             scores = np.array([page_scores(query, *bounds) for query in group])
             if not self.per_query_head:
                 scores = reduce_group(scores, "max")[None]
