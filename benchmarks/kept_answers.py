@@ -51,8 +51,8 @@ OWN, KVZIP = "own_queries", "kvzip"
 FOUR, EIGHT = "quantize(bits=4, group=64)", "quantize"
 # Keys in 3 and 4 bits beside values in 2.
 THREE_TWO, FOUR_TWO = (
-    "quantize(bits=2, group=64, key_bits=3)",
-    "quantize(bits=2, group=64, key_bits=4)",
+    "quantize(bits=2, key_bits=3)",
+    "quantize(bits=2, key_bits=4)",
 )
 
 

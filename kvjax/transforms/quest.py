@@ -171,7 +171,7 @@ class Quest(Recall):
         else:
             mean, variance = page_moments(keys, slot, cache.used, self.page, pages)
             last = jnp.maximum(cache.used - 1, 0)[..., None] // self.page
-            newest = tuple(take_slots(x, last)[:, :, 0] for x in (mean, variance))
+            newest = take_slots(mean, last)[:, :, 0], take_slots(variance, last)[:, :, 0]
             bounds = self._around(mean, variance, keys.dtype)
         return None, step.of_rows(Pages(*bounds, self._pages_budget(cache), newest), state)
 
@@ -191,10 +191,12 @@ class Quest(Recall):
         if state.newest is not None:
             there, before = slots < cache.slots, before.astype(jnp.float32)
             newest = _moments_with(key[:, :, 0].astype(jnp.float32), state.newest, before)
-            newest = jax.tree.map(lambda new, old: jnp.where(there, new, old), newest, state.newest)
-            low, high = self._around(*newest, state.low.dtype)
+            mean, variance = (
+                jnp.where(there, new, old) for new, old in zip(newest, state.newest, strict=True)
+            )
+            low, high = self._around(mean, variance, state.low.dtype)
             return dataclasses.replace(
-                state, newest=newest, low=write_slots(state.low, page, low[:, :, None]),
+                state, newest=(mean, variance), low=write_slots(state.low, page, low[:, :, None]),
                 high=write_slots(state.high, page, high[:, :, None]),
             )  # fmt: skip
 

@@ -14,14 +14,14 @@ from kvjax.checks import check_count, check_number
 from kvjax.compose.by_head import ByHead
 from kvjax.compose.chain import chain
 from kvjax.protocol import Full, KVTransform
-from kvjax.storage.quantize.transform import GROUP, Quantize
+from kvjax.storage.quantize.transform import GROUP, WIDE_GROUP, Quantize
 from kvjax.transforms.own_queries import OwnQueries
 
 _TOKENS = 4096  # of the caches whose bytes are counted
-_GROUP = 64  # numbers that share a scale where bytes are few: more tokens outweigh finer scales
-# Bits of keys and values, and the least share of the tokens with which they answer best: with fewer
-# tokens than that, more tokens in fewer bits do (RESULTS.md, "Answers against bytes").
-_FORMS = ((4, 4, 0.25), (4, 2, 0.2), (3, 2, 0.0))
+# Forms, and the share of the tokens below which more tokens in the next form answer better
+# (RESULTS.md, "Answers against bytes").
+_FOUR_BITS = 0.25
+_FEW_BITS = {Quantize(2, key_bits=4): 0.2, Quantize(2, key_bits=3): 0.0}
 
 
 def smallest(share: float, *, head_dim: int, room: int = 256) -> KVTransform:
@@ -52,7 +52,7 @@ def smallest(share: float, *, head_dim: int, room: int = 256) -> KVTransform:
     """
     check_number("share", share, 0.0, 1.0)
     check_count("head_dim", head_dim, 2)
-    group, large = (math.gcd(size, head_dim) for size in (GROUP, _GROUP))
+    group, large = (math.gcd(size, head_dim) for size in (GROUP, WIDE_GROUP))
     group = None if group == GROUP else group
     full = bytes_of_slot(Full(), head_dim)
     four = (
@@ -68,11 +68,10 @@ def smallest(share: float, *, head_dim: int, room: int = 256) -> KVTransform:
         scored = chain(OwnQueries(0.5, room=0), form)
         return math.floor(1e4 * share * full / bytes_of_slot(scored, head_dim)) / 1e4
 
-    few = head_dim % 8 == 0  # 3 and 2 bits need it
-    for keys, values, least in _FORMS if few else _FORMS[:1]:
-        form = Quantize(values, large, key_bits=None if keys == values else keys)
-        if budget(form) >= least:
-            break
+    ladder = {Quantize(4, large): 0.0}
+    if head_dim % 8 == 0:  # 3 and 2 bits need channels in eights
+        ladder = {Quantize(4, large): _FOUR_BITS, **_FEW_BITS}
+    form = next(form for form, least in ladder.items() if budget(form) >= least)
     return ByHead(chain(OwnQueries(budget(form), room=room), form))
 
 

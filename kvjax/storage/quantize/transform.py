@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -15,6 +16,7 @@ from kvjax.serialization import named
 from kvjax.storage.quantize.payload import IN_GROUPS, Axis, Bits, Form
 
 GROUP, RESIDUAL = 32, 128  # defaults of 4 bits, as in KIVI
+WIDE_GROUP = 64  # of 3 and 2 bits within a token
 
 
 @named("quantize")
@@ -57,8 +59,8 @@ class Quantize(KVTransform):
 
     Args:
       bits: 8, 4, 3, 2, or "float8" (float8_e4m3fn with a scale per slot).
-      group: numbers that share a scale, 4 bits and fewer only; 32 as in KIVI. With as many as
-        head_dim, scales take the fewest bytes.
+      group: numbers that share a scale, 4 bits and fewer only. None: 32 as in KIVI; with 3 and 2
+        bits within a token 64, or as many as divide head_dim, since scales take bytes.
       key_axis: "channel" as in KIVI, or "token"; 4 bits and fewer only. The slots of a group must
         stay together: if some are freed, or slots are reordered, the group is rounded again in
         every turn, and errors grow. None: "token" in a chain with a method that does so at the end
@@ -129,6 +131,13 @@ class Quantize(KVTransform):
     )
     _bits_of_keys = property(lambda self: self.key_bits or self.bits)
     _group = property(lambda self: (self.group or GROUP) if self.bits in IN_GROUPS else 1)
+
+    def _group_of_channels(self, head_dim: int) -> int:
+        """Returns how many numbers share a scale, of a model with this head_dim."""
+        if self.bits in (3, 2) and self.group is None and not self.groups_slots:
+            return math.gcd(WIDE_GROUP, head_dim)
+        return self._group
+
     _residual = property(lambda self: self.residual or RESIDUAL)
 
     def __post_init__(self):
@@ -202,17 +211,18 @@ class Quantize(KVTransform):
             raise ValueError(f"4 bits need an even head_dim, two values a byte, got {head_dim}")
         if {self.bits, self._bits_of_keys} & {3, 2} and head_dim % 8:
             raise ValueError(f"3 and 2 bits need a head_dim in eights, got {head_dim}")
-        if head_dim % self._group:
-            raise ValueError(f"head_dim must be a multiple of group={self._group}, got {head_dim}")
-        v = Form(self.bits, self._group, hadamard=bool(self.rotate))
+        group = self._group_of_channels(head_dim)
+        if head_dim % group:
+            raise ValueError(f"head_dim must be a multiple of group={group}, got {head_dim}")
+        v = Form(self.bits, group, hadamard=bool(self.rotate))
         if self.groups_slots:
             # Room for the tokens of M steps, and for an incomplete group of the last flush.
-            v = dataclasses.replace(v, recent=cache.interval + self._group - 1)
+            v = dataclasses.replace(v, recent=cache.interval + group - 1)
             k = dataclasses.replace(v, bits=self._bits_of_keys, axis="channel", hadamard=False)
         else:
             # RoPE while attending would mix the wrong channels of keys in another basis.
             rotated = self.rotate is True and not cache.unrotated_keys
             bits = self._bits_of_keys
-            group = self._group if bits in IN_GROUPS else 1
+            group = group if bits in IN_GROUPS else 1
             k = dataclasses.replace(v, bits=bits, group=group, relative=True, hadamard=rotated)
         return cache.replace(k=k.empty(shape, dtype), v=v.empty(shape, dtype)), ()
