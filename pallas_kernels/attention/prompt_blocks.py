@@ -46,7 +46,7 @@ MOST_SLOTS = 1024
 MOST_LOGITS = 1_250_000  # of a tile over all rows and heads
 # Weights of a block of queries with all slots, where they are held: 48 MB. Twice as many are hardly
 # faster.
-MOST_HELD = 3_000_000
+MOST_HELD = 12_000_000
 # Elsewhere each block costs a few launches, so a few large blocks should be best. Not measured yet.
 ACCELERATOR_BLOCK = 1024
 
