@@ -83,6 +83,7 @@ FIRST = {
 }  # fmt: skip
 """The methods of the table that README.md begins with, and their rows of the results."""
 
+PAGE_RECALL = "page_recall_smollm2", "page_recall_qwen"
 KEPT_ANSWERS = (
     "kept_answers_smollm2", "kept_answers_qwen", "kept_parts_smollm2", "kept_parts_qwen",
     "kept_needles_qwen",
@@ -446,6 +447,16 @@ def kept_answers(rows: Sequence[dict[str, Any]]) -> str:
     return markdown(headings, map(line, by_bytes))
 
 
+def page_recall(result: dict[str, Any]) -> str:
+    """Attention that chosen pages receive, by `page_recall.py`."""
+    shares = [f"{100 * share:g} %" for share in result["shares"]]
+    headings = ["score", *shares, *(f"looking up, {share}" for share in shares)]
+    return markdown(headings, [
+        [row["score"], *(f"{x:.1f}" for x in (*row["all"], *row["looking_up"]))]
+        for row in result["rows"]
+    ])  # fmt: skip
+
+
 def speed(rows: Sequence[dict[str, Any]]) -> str:
     """Of `kvjax bench`."""
     headings = [
@@ -574,6 +585,7 @@ def tables(folders: dict[str, Results]) -> tuple[list[Results], dict[str, str]]:
         "newcomer_qwen": newcomer(read("newcomer_qwen")["rows"]),
         "at_rest_smollm2": at_rest(read("at_rest_smollm2")["rows"]),
         **{name: kept_answers(read(name)["rows"]) for name in KEPT_ANSWERS},
+        **{name: page_recall(read(name)) for name in PAGE_RECALL},
         "first": first([folders["needles_small_smollm2"], folders["needles"]]),
         **{made.__name__: made(read("vs_kvpress_kvzip_smollm2")["rows"]) for made in KVZIP},
         "kvpress_losses": kvpress_losses(read("vs_kvpress_losses_smollm2")["rows"]),

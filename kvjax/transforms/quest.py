@@ -52,11 +52,12 @@ class Quest(Recall):
 
         u_P = Σ_c max(q_c · low_c, q_c · high_c)
 
-    They are `low = mean − spread · deviation` and `high = mean + spread · deviation` of the page's
-    keys, so that u is `q · mean + spread · Σ_c |q_c| deviation_c`: what an average key scores, and
-    more where keys differ. With `spread=None` the bounds are the least and the greatest value, as
-    in the paper, so that no token of the page has a higher `q · k` than u. Then a page whose keys
-    lie in opposite corners looks good, though none of them does.
+    With `spread=None` they are the least and the greatest value, as in the paper, so that no token
+    of the page has a higher `q · k` than u. A page whose keys lie in opposite corners looks good
+    then, though none of them does. Otherwise they are `low = mean − spread · deviation` and
+    `high = mean + spread · deviation` of the page's keys, so that u is
+    `q · mean + spread · Σ_c |q_c| deviation_c`: what an average key scores, and more where keys
+    differ.
 
     A decode step attends to `budget / page` pages: the first one, the newest one, and those with
     the highest u (ties go to the lower page). They are listed in ascending order. The new token's
@@ -75,7 +76,9 @@ class Quest(Recall):
         over the group decides for a KV head.
       dense_layers: layers that attend to everything; the first two as in the paper. Give `()` to a
         model of two layers.
-      spread: how many deviations bounds are from the mean, or None; 1.
+      spread: how many deviations bounds are from the mean. None: the paper's bounds. With 1,
+        queries that look up a needle find more of it among a tenth of the pages, in two models
+        (RESULTS.md, "Pages by means").
       first_page: always take the first page, which holds the attention sinks. False is the paper's
         form, where u decides about the first page too.
 
@@ -93,13 +96,11 @@ class Quest(Recall):
       2406.10774.
 
     Deviations from the paper:
-      The default is one choice per KV head; `per_query_head=True` is the paper's. So is
-      `spread=None`: of the attention of heads that look up a needle, a tenth of the pages receives
-      less by it in two models (RESULTS.md, "Pages by means"). The first page is
-      always taken, unless `first_page=False`, since a page's bounds say little about the keys of
-      sinks. The newest page is always taken too, however full it is. Behind a method that evicts or
-      merges at the prompt's end, pages consist of the tokens that remain. On a further turn
-      everything live is paged anew, in rows that have tokens in it.
+      The default is one choice per KV head; `per_query_head=True` is the paper's. The paper has no
+      `spread`. The first page is always taken, unless `first_page=False`, since a page's bounds say
+      little about the keys of sinks. The newest page is always taken too, however full it is.
+      Behind a method that evicts or merges at the prompt's end, pages consist of the tokens that
+      remain. On a further turn everything live is paged anew, in rows that have tokens in it.
     """
 
     budget: Budget
@@ -107,7 +108,7 @@ class Quest(Recall):
     per_query_head: bool = False
     dense_layers: tuple[int, ...] = (0, 1)
     first_page: bool = True
-    spread: float | None = 1.0
+    spread: float | None = None
 
     card = Card(
         acts="prompt, every step", paper="Quest, arXiv 2406.10774", when="later", small={"page": 4}

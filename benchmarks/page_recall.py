@@ -1,0 +1,130 @@
+"""Attention that pages of keys receive, where a few are chosen by their index.
+
+    python benchmarks/page_recall.py --model FOLDER --text essays.txt \\
+        --out benchmarks/results/page_recall_smollm2.json
+
+Documents of essays have four needles each, of which one is asked for. The queries are those of the
+answer. In each layer from the third on and each KV head, every score chooses pages of 16 tokens:
+the first, the newest, and the best others by the largest score over the head's query heads.
+
+- `all`: share of a query's attention to the document that the chosen pages receive, in per cent.
+- `looking_up`: the same, of queries that pay at least 0.3 of it to the needle that is asked for.
+
+Scores: `bounds` are the paper's, by the least and the greatest value of each channel; `mean` is
+that of an average key, and `mean ± s` adds s times `Σ_c |q_c| deviation_c`, as `Quest(spread=s)`
+does; `best` are the pages that receive most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from common import save
+from jaxtyping import Float
+from kept_answers import haystacks
+from kept_documents import ReadDocument
+
+import kvjax
+from kvjax.generation.model import as_functional
+from kvjax.models import from_pretrained, load_tokenizer
+
+PAGE, SHARES, SPREADS = 16, (0.05, 0.1, 0.2), (0.25, 0.5, 1.0, 1.5)
+NEEDLES, FIRST_LAYER, ROOM = 4, 2, 64
+NEEDLE, LOOKS_UP = 20, 0.3  # tokens of a needle, and its share of a query's attention
+Scores = dict[str, Float[np.ndarray, "G P"]]
+
+
+def scores_of(queries: Float[np.ndarray, "G D"], pages: Float[np.ndarray, "P T D"]) -> Scores:
+    """Scores pages in every way but the best."""
+    low, high = pages.min(1), pages.max(1)
+    bounds = np.maximum(queries[:, None] * low, queries[:, None] * high).sum(-1)
+    mean, apart = queries @ pages.mean(1).T, np.abs(queries) @ pages.std(1).T
+    return {
+        "bounds": bounds, "mean": mean,
+        **{f"mean ± {spread:g}": mean + spread * apart for spread in SPREADS},
+    }  # fmt: skip
+
+
+def received(
+    queries: Float[np.ndarray, "G D"], keys: Float[np.ndarray, "S D"], needle: slice
+) -> Iterator[tuple[str, float, Float[np.ndarray, " G"], Float[np.ndarray, " G"]]]:
+    """Yields score, share of the pages, what they receive, and what the needle receives."""
+    logits = queries @ keys.T / np.sqrt(keys.shape[1])
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    whole = len(keys) // PAGE * PAGE
+    of_pages = weights[:, :whole].reshape(len(queries), -1, PAGE).sum(-1)
+    scores = scores_of(queries, keys[:whole].reshape(-1, PAGE, keys.shape[1]))
+    for name, score in {**scores, "best": of_pages}.items():
+        ranked = score.max(0)
+        ranked[[0, -1]] = np.inf
+        order = np.argsort(-ranked, kind="stable")
+        for share in SHARES:
+            taken = order[: max(3, int(share * len(order)))]
+            yield name, share, of_pages[:, taken].sum(-1), weights[:, needle].sum(-1)
+
+
+def main() -> None:
+    """Runs it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="folder or GGUF file of the model")
+    parser.add_argument("--text", required=True, help="what needles are hidden in")
+    parser.add_argument("--length", type=int, default=1408, help="tokens of a document at most")
+    parser.add_argument("--documents", type=int, default=8)
+    parser.add_argument("--out", required=True)
+    args = parser.parse_args()
+    model = as_functional(from_pretrained(args.model, dtype="float32"))
+    tokenizer, text = load_tokenizer(args.model), Path(args.text).read_text()
+    method = kvjax.OwnQueries(1.0, room=0)  # notes the queries
+    found: dict[str, dict[float, list]] = {}
+    looking_up: dict[str, dict[float, list]] = {}
+    for document in haystacks(tokenizer, text, args.length, args.documents, NEEDLES):
+        number = document.number % NEEDLES
+        answer, document_end = document.answers[number][0], len(document.tokens)
+        tokens = [*document.tokens, *document.questions[number], *answer]
+        begin = round(document.depths[number] * document_end)
+        size = args.length + ROOM
+        once = ReadDocument(
+            model, [tokens], [method], max_prompt=size, max_new=1, buckets=[size],
+            document=tokenizer,
+        )  # fmt: skip
+        for reading in once._observed_for(method).held[FIRST_LAYER:]:
+            keys = np.asarray(reading.kv.k.read())[0, :, :document_end]
+            queries = np.asarray(reading.record.slots["query"])[0, :, : len(tokens)]
+            for head, keys_of_head in enumerate(keys):
+                # The token before the answer looks for its first token.
+                for at in range(len(tokens) - len(answer) - 1, len(tokens) - 1):
+                    needle = slice(begin, begin + NEEDLE)
+                    for name, share, got, looked in received(
+                        queries[head, at], keys_of_head, needle
+                    ):
+                        found.setdefault(name, {}).setdefault(share, []).extend(got)
+                        of_share = looking_up.setdefault(name, {}).setdefault(share, [])
+                        of_share.extend(got[looked > LOOKS_UP])
+    rows = [
+        {
+            "score": name,
+            "all": [round(100 * float(np.mean(got)), 1) for got in by_share.values()],
+            "looking_up": [
+                round(100 * float(np.mean(got)), 1) for got in looking_up[name].values()
+            ],
+            "queries": [len(by_share[SHARES[0]]), len(looking_up[name][SHARES[0]])],
+        }
+        for name, by_share in found.items()
+    ]
+    print(json.dumps(rows, indent=1))
+    save(
+        args.out,
+        {
+            "benchmark": "page_recall", "model": Path(args.model).name, "tokens": args.length,
+            "documents": args.documents, "page": PAGE, "shares": SHARES, "rows": rows,
+        },
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
