@@ -56,8 +56,8 @@ FOUND = {
     '--method "chain(quantize, clusterkv)" --budget 0.2': (
         ("chain(quantize, clusterkv)", 0.2), "{found} with {share} of the bytes",
     ),
-    '--method "by_head(chain(own_queries, quantize(bits=2, key_bits=4)))" --budget 0.25': (
-        ("by_head(chain(own_queries(budget=0.25, room=96), quantize(bits=2, key_bits=4)))", None),
+    '--method "by_head(chain(own_queries, quantize(bits=4, group=64)))" --budget 0.19': (
+        ("by_head(chain(own_queries(budget=0.19, room=96), quantize(bits=4, group=64)))", None),
         "- / {single}, and {prose} % of the prose, with {bytes} % of bfloat16's bytes",
     ),
     '--method "chain(clusterkv, offload)" --budget 0.1': (

@@ -6,7 +6,7 @@ A payload holds the keys, or the values, of all slots in some form. It has eight
 - `write` stores new rows.
 - `flush` encodes new rows, every M steps.
 - `encode` brings all rows into the payload's form, at the end of a prompt.
-- `free_bytes` says how much of its memory holds no row.
+- `free_bytes` says how much of its memory holds nothing.
 - `resized` cuts off what holds no row, or adds it again.
 - `map_slots` applies a function to the arrays that have places for slots.
 - `attention` computes the attention of a decode step over the form as it is.
@@ -148,7 +148,7 @@ class Payload(Protocol):
 
     @property
     def at_rest(self) -> Payload:
-        """The payload in its fewest bytes; of its methods, only `map_slots` and `awake` work."""
+        """The payload in its fewest bytes, for `map_slots`, `free_bytes` and `awake` alone."""
 
     @property
     def awake(self) -> Payload:

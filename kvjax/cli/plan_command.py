@@ -38,7 +38,7 @@ examples:
   kvjax plan --model llama-3.1-70b --mesh tensor=8 --batch 1,8,32
   kvjax plan --model DIR --mesh data=8,tensor=8 --tokens 32768
       --method 'full, snapkv, chain(snapkv, quantize(bits=4))' --budget 0.2
-  kvjax plan --model DIR --tokens 4096 --method full --bytes 0.5,0.25,0.07"""
+  kvjax plan --model DIR --tokens 4096 --method full --bytes 0.5,0.25,0.06"""
 ARGUMENTS = {"max_prompt": "--tokens", "max_new": "--new"}
 """Options by the library's names of their arguments."""
 
@@ -67,7 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_list(parser, "--bytes", value_type=options.number_list, default=(),
         metavar="SHARES",
         about="also the compositions of kvjax.smallest for these shares of the bytes of the full "
-        "cache in bfloat16, such as 0.07,0.3")  # fmt: skip
+        "cache in bfloat16, such as 0.06,0.3")  # fmt: skip
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16",
         help="of weights, keys and values (default: bfloat16)")  # fmt: skip
 

@@ -15,7 +15,7 @@ SITUATIONS = {
     "The same, and the host has memory.":
         '--method "chain(clusterkv, offload)" --budget 0.1',
     "A document is read once and asked about later, and little of it may be kept.":
-        '--method "by_head(chain(own_queries, quantize(bits=2, key_bits=4)))" --budget 0.25',
+        '--method "by_head(chain(own_queries, quantize(bits=4, group=64)))" --budget 0.19',
     "Memory is short, and no token may be lost: the highest fidelity.":
         "--method quantize",
     "The text has no end.":

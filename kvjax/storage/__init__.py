@@ -1,1 +1,1 @@
-"""Storage of keys and values in other forms and places: 8 and 4 bits, codebooks, host memory."""
+"""Storage of keys and values in other forms and places: 8 to 2 bits, codebooks, host memory."""

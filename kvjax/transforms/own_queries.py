@@ -91,8 +91,9 @@ class OwnQueries(DocumentBudget):
     Args:
       budget, sinks, window, room: as in `DocumentBudget`.
       use: weight of `used`, from 0 to 1; `quoted` has the rest.
-      kernel: number of neighbouring tokens, odd, over which `quoted` is averaged before, with zeros
-        beyond both ends of a document; 1, since 3 recovers less of the prose (RESULTS.md).
+      kernel: number of neighbouring tokens, odd, over which `quoted` is averaged before it enters
+        the score, with zeros beyond both ends of a document; 1, since 3 recovers less of the prose
+        (RESULTS.md).
       piece: tokens of a piece; 256.
 
     Raises:

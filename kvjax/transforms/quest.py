@@ -263,9 +263,12 @@ def _moments_with(
     Args:
       before: number of keys before it.
     """
-    mean, variance = moments
+    # Nothing of the page before stays, not even what is no number.
+    mean, variance = (
+        jnp.where(before > 0, old, new) for old, new in zip(moments, (key, 0.0), strict=True)
+    )
     new_mean = mean + (key - mean) / (before + 1)
-    squares = before * variance + jnp.where(before > 0, (key - mean) * (key - new_mean), 0)
+    squares = before * variance + (key - mean) * (key - new_mean)
     return new_mean, squares / (before + 1)
 
 

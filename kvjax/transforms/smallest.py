@@ -14,7 +14,7 @@ from kvjax.checks import check_count, check_number
 from kvjax.compose.by_head import ByHead
 from kvjax.compose.chain import chain
 from kvjax.protocol import Full, KVTransform
-from kvjax.storage.quantize.transform import GROUP, WIDE_GROUP, Quantize
+from kvjax.storage.quantize.transform import GROUP, Quantize, wide_group
 from kvjax.transforms.own_queries import OwnQueries
 
 _TOKENS = 4096  # of the caches whose bytes are counted
@@ -48,19 +48,16 @@ def smallest(share: float, *, head_dim: int, room: int = 256) -> KVTransform:
       >>> kvjax.unparse(kvjax.smallest(0.6, head_dim=64))
       'quantize'
       >>> kvjax.unparse(kvjax.smallest(0.06, head_dim=64))
-      "by_head(chain(own_queries(budget=0.2169), quantize(bits=4, key_axis='token')))"
+      "by_head(chain(own_queries(budget=0.2612), quantize(bits=2, key_axis='token', key_bits=4)))"
     """
     check_number("share", share, 0.0, 1.0)
     check_count("head_dim", head_dim, 2)
-    group, large = (math.gcd(size, head_dim) for size in (GROUP, WIDE_GROUP))
+    group, large = math.gcd(GROUP, head_dim), wide_group(head_dim)
     group = None if group == GROUP else group
     full = bytes_of_slot(Full(), head_dim)
-    four = (
-        Quantize(4, group, key_bits=8),
-        Quantize(4, group, "token"),
-        Quantize(4, large, "token"),
-    )
-    for form in (Quantize(8), *four):
+    four_bits = Quantize(4, large, "token")
+    with_eight = Quantize(8), Quantize(4, group, key_bits=8)
+    for form in (*with_eight, Quantize(4, group, "token"), four_bits):
         if bytes_of_slot(form, head_dim) <= share * full:
             return form
 
@@ -68,9 +65,9 @@ def smallest(share: float, *, head_dim: int, room: int = 256) -> KVTransform:
         scored = chain(OwnQueries(0.5, room=0), form)
         return math.floor(1e4 * share * full / bytes_of_slot(scored, head_dim)) / 1e4
 
-    ladder = {Quantize(4, large): 0.0}
+    ladder = {four_bits: 0.0}
     if head_dim % 8 == 0:  # 3 and 2 bits need channels in eights
-        ladder = {Quantize(4, large): _FOUR_BITS, **_FEW_BITS}
+        ladder = {four_bits: _FOUR_BITS, **_FEW_BITS}
     form = next(form for form, least in ladder.items() if budget(form) >= least)
     return ByHead(chain(OwnQueries(budget(form), room=room), form))
 

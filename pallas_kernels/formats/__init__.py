@@ -1,1 +1,1 @@
-"""Stored forms of rows: 8 and 4 bits, references to a codebook, packed bits."""
+"""Stored forms of rows: 8 to 2 bits, references to a codebook, packed bits."""

@@ -165,13 +165,14 @@ def test_the_command(capsys):
 def test_shares_of_bytes_become_compositions(capsys):
     """They take what they say, but for masses and pins, which what rests does not have."""
     words = ["plan", "--model", "smollm2-135m", "--tokens", "4000", "--method", "full", "--json"]
-    assert main([*words, "--bytes", "0.6,0.1"]) == 0
+    assert main([*words, "--bytes", "0.6,0.1,0.03"]) == 0
     methods = json.loads(capsys.readouterr().out)["methods"]
-    small = [kvjax.unparse(kvjax.smallest(share, head_dim=64)) for share in (0.6, 0.1)]
+    small = [kvjax.unparse(kvjax.smallest(share, head_dim=64)) for share in (0.6, 0.1, 0.03)]
     assert list(methods) == ["full", *small]
     at_rest = [x["request_bytes"] - x["request_room_bytes"] for x in methods.values()]
     assert at_rest[1] / at_rest[0] == pytest.approx(0.6, abs=0.1)
     assert at_rest[2] / at_rest[0] == pytest.approx(0.1, rel=0.1)
+    assert at_rest[3] / at_rest[0] == pytest.approx(0.03, rel=0.1)
 
 
 @pytest.mark.slow

@@ -575,7 +575,7 @@ def test_a_head_dim_that_does_not_fit(head_dim, words, axis):
     with pytest.raises(ValueError, match=words):
         new_cache(transform, head_dim=head_dim)
     assert new_cache(Quantize(8), head_dim=7).kv.k.shape[3] == 7
-    with pytest.raises(ValueError, match="head_dim in eights, got 12"):
+    with pytest.raises(ValueError, match="multiple of 8, got 12"):
         new_cache(Quantize(4, GROUP, axis, key_bits=3), head_dim=12)
 
 

@@ -54,8 +54,8 @@ def clusterkv(budget=BUDGET, **changes):
     return kvjax.ClusterKV(**{**ARGUMENTS["clusterkv"], "budget": budget, **changes})
 
 
-def quest(budget=BUDGET):
-    return kvjax.Quest(**{**ARGUMENTS["quest"], "budget": budget})
+def quest(budget=BUDGET, **changes):
+    return kvjax.Quest(**{**ARGUMENTS["quest"], "budget": budget, **changes})
 
 
 def spindlekv(reserve, **changes):
@@ -107,6 +107,7 @@ def compositions(budget: int) -> dict:
         "clusterkv_per_query_head": chain(
             clusterkv(budget, per_query_head=True), kvjax.Offload(recent_steps=2)
         ),
+        "quest_by_means": quest(budget, spread=1.0),
         "quest_offload": chain(quest(budget), kvjax.Offload(interval=3)),
         "snapkv_clusterkv": chain(snapkv(budget + 4), clusterkv(budget)),
         **quantised(budget),

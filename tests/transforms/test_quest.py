@@ -44,7 +44,7 @@ class QuestPair(RecallingPair):
 
 
 def pair(
-    budget=12, page=4, per_query_head=False, *, first_page=True, spread=1.0, **options
+    budget=12, page=4, per_query_head=False, *, first_page=True, spread=None, **options
 ) -> QuestPair:
     tx = Quest(budget, page, per_query_head, dense_layers=(), first_page=first_page, spread=spread)
 
@@ -62,9 +62,11 @@ CASES = {
     "small pages, per query head": {"budget": 20, "per_query_head": True, "heads": (1, 4)},
     "odd pages": {"budget": 35, "page": 7, "heads": (3, 2)},
     "share": {"budget": 0.4, "page": 8},
-    "the paper's bounds": {"budget": 48, "page": 16, "spread": None},
-    "the paper's bounds, small pages": {"budget": 20, "spread": None, "heads": (1, 4)},
-    "far from the mean": {"budget": 0.4, "page": 8, "spread": 2.5},
+    "means": {"budget": 48, "page": 16, "spread": 1.0},
+    "far from the mean": {"budget": 0.4, "page": 8, "spread": 2.5, "per_query_head": True},
+    "means in a window": {
+        "budget": 32, "page": 8, "scale": 0.5, "window": 40, "soft_cap": 3.0, "spread": 1.0
+    },
     "tiny share": {"budget": 0.01, "page": 5},
     "single tokens": {"budget": 9, "page": 1},
     # Pages outside the window are not taken; of one that is, the window hides some tokens.
@@ -84,15 +86,16 @@ def test_every_list_of_64_steps(name):
     both.decode(64)
 
 
-def test_a_page_of_opposite_keys_does_not_look_good():
-    """No key of the second page is near the query, but its extremes are."""
-    q, opposite = np.ones(8), np.array([[1.0, -1.0] * 4, [-1.0, 1.0] * 4])
-    keys = np.concatenate((np.full((2, 8), 0.9), opposite))
-    extremes, around = (
-        reference.page_scores(q, *reference.Quest(6, 2, spread=spread).bounds(keys))
-        for spread in (None, 0.5)
-    )
-    assert extremes[1] > extremes[0] and around[0] > around[1]
+@pytest.mark.parametrize("spread", [None, 0.5])
+def test_a_page_of_opposite_keys_looks_good_by_its_extremes(spread):
+    """No key of the second page is near the queries, but its extremes are."""
+    both = pair(spread=spread)
+    both.q = np.abs(both.q)
+    both.k[:] = 0.9
+    both.k[:, :, 4:8] = np.where(np.arange(8) % 2, 1.5, -1.5) * np.array([1, -1, 1, -1])[:, None]
+    both.prompt(LENGTHS).decode(3)
+    taken = both.seen[0, 0]
+    assert (4 in taken) == (spread is None)
 
 
 def test_the_first_page_is_always_taken():

@@ -51,12 +51,12 @@ def test_few_tokens_have_fewer_bits():
         (0.1, 64): "quantize(bits=4, group=64, key_axis='token')",
         (0.06, 64): "quantize(bits=2, key_axis='token', key_bits=4)",
         (0.03, 64): "quantize(bits=2, key_axis='token', key_bits=3)",
-        (0.1, 96): "quantize(bits=4, group=32, key_axis='token')",
+        (0.1, 96): "quantize(bits=4, group=48, key_axis='token')",
         (0.06, 96): "quantize(bits=2, key_axis='token', key_bits=4)",
         (0.03, 96): "quantize(bits=2, key_axis='token', key_bits=3)",
-        (0.1, 36): "quantize(bits=4, group=4, key_axis='token')",
-        (0.06, 36): "quantize(bits=4, group=4, key_axis='token')",
-        (0.03, 36): "quantize(bits=4, group=4, key_axis='token')",
+        (0.1, 36): "quantize(bits=4, group=36, key_axis='token')",
+        (0.06, 36): "quantize(bits=4, group=36, key_axis='token')",
+        (0.03, 36): "quantize(bits=4, group=36, key_axis='token')",
     }
 
 

@@ -1,1 +1,1 @@
-"""Quantize: keys and values in 8 or 4 bits."""
+"""Quantize: keys and values in 8, 4, 3 or 2 bits."""

@@ -116,10 +116,10 @@ class Quantized(EncodedPayload):
     """Rows of 8 bits, or of 4, 3 or 2 bits in groups of channels or of slots.
 
     A slot takes D + 4 bytes with 8 bits, and D / 2 + 2 · D / group · itemsize with 4. Numbers of 3
-    and 2 bits take 4 bits each, and at rest 3 and 2. Groups of
-    slots are counted from slot 0; the last group of a (row, KV head) is kept unencoded until it is
-    complete. Encoded rows stay exactly as they are, also when they move to another slot, unless
-    their slot is merged. In a group of slots, that holds while all of the group stay together.
+    and 2 bits take 4 bits each, and at rest 3 and 2. Groups of slots are counted from slot 0; the
+    last group of a (row, KV head) is kept unencoded until it is complete. Encoded rows stay exactly
+    as they are, also when they move to another slot, unless their slot is merged. In a group of
+    slots, that holds while all of the group stay together.
 
     Args:
       encoded: encoded rows, `[B, H, S, ...]`; S is rounded up to whole groups of slots.
@@ -144,7 +144,10 @@ class Quantized(EncodedPayload):
     def shape(self) -> tuple[int, int, int, int]:
         """Shape of the dense rows, `(B, H, S, D)`."""
         *rest, _, channels = self.encoded.values.shape
-        return (*rest, self.slots, channels * (2 if self.form.in_groups else 1))
+        if self.form.in_groups:
+            channels = self.encoded.scale.shape[3]
+            channels *= self.form.group if self.form.axis == "token" else 1
+        return (*rest, self.slots, channels)
 
     @property
     def at_rest(self) -> Quantized:
@@ -237,10 +240,17 @@ class Quantized(EncodedPayload):
         return self._encode_all(k, slots), values._encode_all(v, slots)
 
     def free_bytes(self, live: int) -> int:
-        """Returns the bytes of free slots, those that fill the last group too, and waiting rows."""
+        """Returns the bytes of free slots, those that fill the last group too, and waiting rows.
+
+        Numbers of 3 and 2 bits leave bits free while the payload is awake.
+        """
         slots = math.prod(self.encoded.values.shape[:3])
         waiting = 0 if self.recent is None else self.recent.free_bytes
-        return free_bytes(self.encoded, live, slots) + waiting
+        unused = 0
+        if self.form.in_groups and slots:
+            bits = 8 * self.encoded.values.shape[3]
+            unused = live * (bits - self.form.bits * self.shape[3]) // 8
+        return free_bytes(self.encoded, live, slots) + unused + waiting
 
     def resized(self, slots: int, beside: int) -> Quantized:
         """Cuts or adds free slots at the end, in whole groups, and free places of recent rows."""
@@ -250,10 +260,8 @@ class Quantized(EncodedPayload):
     def map_slots(self, change: OfPlaces, slots: int) -> Quantized:
         """Applies `change` to the encoded rows, in whole groups, and to their scales."""
         groups = -(-slots // self.form.together)
-        # Scales of groups are fewer than slots. How many does not depend on the channels, whose
-        # number is another at rest.
-        channels = 2 * self.form.group
-        group = jax.ShapeDtypeStruct((1, 1, self.form.together, channels), self.dtype)
+        # Scales of groups are fewer than slots.
+        group = jax.ShapeDtypeStruct((1, 1, self.form.together, self.shape[3]), self.dtype)
         of_group = jax.eval_shape(self.form.encode, group)
         return self._each(
             lambda x, like: change(x, self.form.together // like.shape[2], groups * like.shape[2]),

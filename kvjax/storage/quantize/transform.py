@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -16,7 +15,17 @@ from kvjax.serialization import named
 from kvjax.storage.quantize.payload import IN_GROUPS, Axis, Bits, Form
 
 GROUP, RESIDUAL = 32, 128  # defaults of 4 bits, as in KIVI
-WIDE_GROUP = 64  # of 3 and 2 bits within a token
+
+
+def wide_group(head_dim: int) -> int:
+    """Returns how many channels share a scale where bytes decide: 64, or the most below that fit.
+
+    Example:
+      >>> from kvjax.storage.quantize.transform import wide_group
+      >>> [wide_group(head_dim) for head_dim in (128, 96, 80, 36)]
+      [64, 48, 40, 36]
+    """
+    return max(size for size in range(1, 65) if head_dim % size == 0)
 
 
 @named("quantize")
@@ -52,15 +61,16 @@ class Quantize(KVTransform):
     with the numbers as they are stored, block by block of slots; of a selection it decodes only the
     selected rows. At head_dim D, the key or the value of a token takes D + 4 bytes with 8 bits, and
     `D / 2 + 2 · D / group · itemsize` with 4. A number of 3 or 2 bits takes 4 bits while a context
-    answers, and 3 or 2 at rest, on one device and in files. Means and scales take 8 D bytes per
-    head. In a chain, layers and heads that another part leaves dense (`dense_layers`,
-    `outlier_heads`) are stored in fewer bits too. Encoded rows stay the same in all later turns,
-    bit for bit, unless they are merged.
+    answers and in `kvjax.generate`, and 3 or 2 at rest on one device and in files. Means and scales
+    take 8 D bytes per head. In a chain, layers and heads that another part leaves dense
+    (`dense_layers`, `outlier_heads`) are stored in fewer bits too. Encoded rows stay the same in
+    all later turns, bit for bit, unless they are merged.
 
     Args:
       bits: 8, 4, 3, 2, or "float8" (float8_e4m3fn with a scale per slot).
-      group: numbers that share a scale, 4 bits and fewer only. None: 32 as in KIVI; with 3 and 2
-        bits within a token 64, or as many as divide head_dim, since scales take bytes.
+      group: numbers that share a scale, 4 bits and fewer only. None: 32 as in KIVI. With 3 and 2
+        bits within a token, whose scales would take most of the bytes otherwise, 64, or the
+        largest number below that divides head_dim.
       key_axis: "channel" as in KIVI, or "token"; 4 bits and fewer only. The slots of a group must
         stay together: if some are freed, or slots are reordered, the group is rounded again in
         every turn, and errors grow. None: "token" in a chain with a method that does so at the end
@@ -70,8 +80,8 @@ class Quantize(KVTransform):
       residual: M, decode steps after which the complete groups of new tokens are encoded; a
         multiple of `group`, with `key_axis="channel"` only; 128 as in KIVI. Behind ClusterKV its
         interval is used instead. It has no effect where a `key_axis` of None has become "token".
-      key_bits: bits of keys where values have 4 bits or fewer: 8, 4, 3 or 2; None: keys have as
-        many as values. Keys need more than values: 2 bits of theirs lose answers (RESULTS.md).
+      key_bits: bits of keys where values have 4 bits or fewer: any other of 8, 4, 3 and 2; None:
+        keys have as many as values. Keys need more than values.
       rotate: True rotates keys and values, "values" values alone, False neither. Keys in groups of
         slots are never rotated. Neither are keys that a part of the chain stores without RoPE
         (`StreamingLLM(reposition=True)`), since RoPE while attending needs the original channels;
@@ -135,7 +145,7 @@ class Quantize(KVTransform):
     def _group_of_channels(self, head_dim: int) -> int:
         """Returns how many numbers share a scale, of a model with this head_dim."""
         if self.bits in (3, 2) and self.group is None and not self.groups_slots:
-            return math.gcd(WIDE_GROUP, head_dim)
+            return wide_group(head_dim)
         return self._group
 
     _residual = property(lambda self: self.residual or RESIDUAL)
@@ -145,6 +155,7 @@ class Quantize(KVTransform):
         if self.key_axis is not None:
             check_choice("key_axis", self.key_axis, get_args(Axis))
         if self.key_bits is not None:
+            self._check_options()
             others = tuple(bits for bits in (8, *IN_GROUPS) if bits != self.bits)
             check_choice("key_bits", self.key_bits, others)
         if not isinstance(self.rotate, bool):
@@ -210,7 +221,9 @@ class Quantize(KVTransform):
         if self.bits == 4 and head_dim % 2:
             raise ValueError(f"4 bits need an even head_dim, two values a byte, got {head_dim}")
         if {self.bits, self._bits_of_keys} & {3, 2} and head_dim % 8:
-            raise ValueError(f"3 and 2 bits need a head_dim in eights, got {head_dim}")
+            raise ValueError(
+                f"3 and 2 bits need a head_dim that is a multiple of 8, got {head_dim}"
+            )
         group = self._group_of_channels(head_dim)
         if head_dim % group:
             raise ValueError(f"head_dim must be a multiple of group={group}, got {head_dim}")
