@@ -22,8 +22,10 @@ PANELS = {"recovery": "prose, % recovered", "several": "one needle of four, % fo
 # Okabe and Ito's colours, and a marker each, so that prints in grey can be read too. A composition
 # belongs to the first line whose expression is found in its text.
 LINES = {
-    "own_queries by head, 4 bits": (r"by_head\(chain\(own.*bits=4\)", "#0072B2", "o"),
-    "kvzip by head, 4 bits": (r"by_head\(chain\(kvzip.*bits=4\)", "#D55E00", "s"),
+    "own_queries by head, 3 and 2 bits": (r"by_head\(chain\(own.*key_bits=3", "#0072B2", "o"),
+    "own_queries by head, 4 and 2 bits": (r"by_head\(chain\(own.*key_bits=4", "#009E73", "*"),
+    "own_queries by head, 4 bits": (r"by_head\(chain\(own.*bits=4, group", "#009E73", "X"),
+    "kvzip by head, 3 and 2 bits": (r"by_head\(chain\(kvzip.*key_bits=3", "#D55E00", "s"),
     "own_queries by head": (r"by_head\(own", "#56B4E9", "^"),
     "kvzip by head": (r"by_head\(kvzip", "#E69F00", "D"),
     "every token, in fewer bits": (r"^quantize", "black", "P"),
