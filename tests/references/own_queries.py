@@ -31,7 +31,7 @@ class OwnQueries(DocumentBudget):
     inv_freq: frequencies by which queries are turned; None: they stay as they are.
     """
 
-    def __init__(self, budget, use=0.5, kernel=3, piece=256, *, inv_freq=None, **arguments) -> None:
+    def __init__(self, budget, use=0.5, kernel=1, piece=256, *, inv_freq=None, **arguments) -> None:
         super().__init__(budget, **arguments)
         self.use, self.kernel, self.piece, self.inv_freq = use, kernel, piece, inv_freq
         self.queries: dict[int, np.ndarray] = {}  # [G, D] of each token that has been read

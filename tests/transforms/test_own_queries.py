@@ -40,7 +40,7 @@ LEARNED = np.array([0.5, 6.0, -2.0, 3.0], np.float32)
 CASES = {
     "default": {},
     "one piece": {"piece": 64},
-    "what it would quote": {"use": 0.0, "kernel": 1},
+    "what it would quote": {"use": 0.0, "kernel": 3},
     "what it uses": {"use": 1.0, "sinks": 0},
     "many sinks, one head": {"sinks": 9, "piece": 7, "heads": (1, 4)},
     "window, all query heads": {"window": 6, "heads": (3, 1)},
