@@ -21,6 +21,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from common import save
@@ -92,7 +93,8 @@ def main() -> None:
             model, [tokens], [method], max_prompt=size, max_new=1, buckets=[size],
             document=tokenizer,
         )  # fmt: skip
-        for reading in once._observed_for(method).held[FIRST_LAYER:]:
+        readings: Any = once._observed_for(method).held[FIRST_LAYER:]
+        for reading in readings:
             keys = np.asarray(reading.kv.k.read())[0, :, :document_end]
             queries = np.asarray(reading.record.slots["query"])[0, :, : len(tokens)]
             for head, keys_of_head in enumerate(keys):

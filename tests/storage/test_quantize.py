@@ -182,12 +182,12 @@ def payload(form, dtype="float32", rows=None, count=10):
     kinds = {
         "int8": Form(8), "float8": Form("float8"), "token": Form(4, GROUP),
         "channel": Form(4, GROUP, "channel", new),
-        "residual": Form(4, GROUP, "token", new), "3 bits": Form(3, GROUP), "2 bits": Form(2, 8),
-        "3 bits, channel": Form(3, GROUP, "channel", new),
+        "residual": Form(4, GROUP, "token", new), "3-bit": Form(3, GROUP), "2-bit": Form(2, 8),
+        "3-bit channel": Form(3, GROUP, "channel", new),
     }  # fmt: skip
     kinds |= {
         f"{name} relative": replace(kinds[name], relative=True)
-        for name in ("int8", "token", "3 bits", "2 bits")
+        for name in ("int8", "token", "3-bit", "2-bit")
     }
     kinds |= {f"{name} rotated": replace(own, hadamard=True) for name, own in kinds.items()}
     return encoded(kinds[form].empty(SHAPE, dtype), rows, count)
@@ -210,8 +210,8 @@ def encoded(own, rows, count):
         "residual",
         "int8 rotated",
         "channel rotated",
-        "3 bits, channel",
-        "2 bits relative rotated",
+        "3-bit channel",
+        "2-bit relative rotated",
     ],
 )
 def test_an_empty_payload_is_encoded_zeros_that_nobody_encodes(form):
@@ -369,7 +369,7 @@ def attending_to(own, index, implementation, soft_cap=None):
             ("channel", 2, None, "interpret"), ("channel", None, None, "xla"),
             ("channel rotated", None, None, "interpret"), ("int8 relative", None, 3.0, "xla"),
             ("int8 relative", 4, None, "interpret"), ("token relative", 4, 3.0, "interpret"),
-            ("3 bits relative rotated", 4, None, "xla"),
+            ("3-bit relative rotated", 4, None, "xla"),
             ("token relative", 4, None, "xla"),
         ),
     ],
