@@ -34,11 +34,12 @@ LENGTHS, FURTHER, WIDTH, STEPS = (24, 17, 5), (5, 8, 3), 24, 8
 # value may have been rounded once or twice when it was merged.
 MOST = 2.5
 # What is merged, or rotated and waits to be encoded, is rounded, and a rounding may decide between
-# two codes. Those of 8 bits are 2^-7 of the largest number apart, those of 4 bits up to 2 / 15.
+# two codes. Those of 8 bits are 2^-7 of the largest number apart, those of 4 bits up to 2 / 15, and
+# those of 2 bits up to 2 / 3, which is 1,365 roundings to float16.
 ENCODED = {
     "chelsea_quantize": 18.0, "kvmerger_quantize": 18.0, "h2o_quantize_token": 35.0,
     "snapkv_quantize_channel": 35.0, "quantize_channel_infinigen": 35.0,
-    "snapkv_quantize_keys_in_8": 35.0,
+    "snapkv_quantize_keys_in_8": 35.0, "snapkv_quantize_keys_in_3": 1365.0,
 }  # fmt: skip
 # InfiniGen selects by an index in 16 bits. Here it selects all, so that only numbers are compared.
 METHODS = {
