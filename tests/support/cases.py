@@ -205,7 +205,8 @@ SLOW = {
     "cam", "cam_prompt", "chain", "clusterkv_offload", "clusterkv_per_query_head", "every",
     "every_kvcrush", "every_kvmerger", "float_h2o", "head_groups", "infinigen", "kvcrush",
     "kvcrush_h2o", "h2o_codebook", "layer_budget", "outlier_heads", "per_layer",
-    "kvzip_fit", "pyramidinfer_paper", "pyramidkv", "quest", "quest_offload", "reposition", "ring",
+    "kvzip_fit", "pyramidinfer_paper", "pyramidkv", "quest", "quest_by_means", "quest_offload",
+    "reposition", "ring",
     "ring_quantize", "snapkv_clusterkv", "spindlekv", "spindlekv_unfold", "when_full",
     *set(quantised(BUDGET)) - {"quantize"},
 }  # fmt: skip
