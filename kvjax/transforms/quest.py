@@ -76,11 +76,11 @@ class Quest(Recall):
         over the group decides for a KV head.
       dense_layers: layers that attend to everything; the first two as in the paper. Give `()` to a
         model of two layers.
+      first_page: always take the first page, which holds the attention sinks. False is the paper's
+        form, where u decides about the first page too.
       spread: how many deviations bounds are from the mean. None: the paper's bounds. With 1,
         queries that look up a needle find more of it among a tenth of the pages, in two models
         (RESULTS.md, "Pages by means").
-      first_page: always take the first page, which holds the attention sinks. False is the paper's
-        form, where u decides about the first page too.
 
     Raises:
       TypeError, ValueError: a number out of range; `budget` below three pages or no multiple of

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.base.rows import block_of, take_slots
 
 AT_ONCE = 1024  # slots of a head whose keys are gathered at a time
-Two = tuple[Float[Array, "B H P D"], Float[Array, "B H P D"]]
+OfPages = tuple[Float[Array, "B H P D"], Float[Array, "B H P D"]]  # two numbers of each channel
 
 
 def page_bounds(
@@ -20,7 +20,7 @@ def page_bounds(
     count: Int[Array, "B H"],
     page: int,
     pages: int,
-) -> tuple[Float[Array, "B H P D"], Float[Array, "B H P D"]]:
+) -> OfPages:
     """Returns minimum and maximum per channel over the keys of each page; 0 for an empty page.
 
     Each key is read once, in blocks of pages.
@@ -53,7 +53,7 @@ def page_moments(
     count: Int[Array, "B H"],
     page: int,
     pages: int,
-) -> tuple[Float[Array, "B H P D"], Float[Array, "B H P D"]]:
+) -> OfPages:
     """Returns mean and variance per channel over the keys of each page, in float32.
 
     Both are 0 for an empty page.
@@ -80,13 +80,13 @@ def page_moments(
 
 
 def _of_pages(
-    reduce: Callable[[Float[Array, "B H N T D"], Bool[Array, "B H N T 1"]], Two],
+    reduce: Callable[[Float[Array, "B H N T D"], Bool[Array, "B H N T 1"]], OfPages],
     keys: Float[Array, "B H S D"],
     order: Int[Array, "B H S"],
     count: Int[Array, "B H"],
     page: int,
     pages: int,
-) -> Two:
+) -> OfPages:
     """Returns two numbers per channel of each page; 0 for an empty page.
 
     Args:

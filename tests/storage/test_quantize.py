@@ -203,17 +203,10 @@ def encoded(own, rows, count):
 @pytest.mark.parametrize(
     "form",
     [
-        "int8",
-        "float8",
-        "token",
-        "channel",
-        "residual",
-        "int8 rotated",
-        "channel rotated",
-        "3-bit channel",
-        "2-bit relative rotated",
+        "int8", "float8", "token", "channel", "residual", "int8 rotated", "channel rotated",
+        "3-bit channel", "2-bit relative rotated",
     ],
-)
+)  # fmt: skip
 def test_an_empty_payload_is_encoded_zeros_that_nobody_encodes(form):
     """Encoding constants is done when code is compiled, and takes seconds per thousand slots."""
     own = payload(form).form

@@ -129,7 +129,7 @@ def test_offloaded(per_query_head):
 
 
 def test_bounds_are_in_the_dtype_of_the_keys():
-    transform = Quest(48, dense_layers=(), spread=None)
+    transform = Quest(48, dense_layers=())
     tokens = Tokens.random(length=128)
     after = run(transform, tokens, right([0] * 3, (9, 30, 32), 32), 3, dtype=jnp.bfloat16)
     state = after.caches[-1].state

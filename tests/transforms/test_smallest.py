@@ -42,7 +42,7 @@ def test_every_token_stays_where_there_are_bytes_for_it():
 
 
 def test_few_tokens_have_fewer_bits():
-    """Where 4 bits would leave less than a quarter of the tokens, and 4 and 2 bits a fifth."""
+    """Fewer bits begin below a quarter of the tokens in 4, and below a fifth in 4 and 2."""
     forms = {
         (share, head_dim): kvjax.unparse(kvjax.smallest(share, head_dim=head_dim).base.parts[1])
         for share in (0.1, 0.06, 0.03) for head_dim in (64, 96, 36)

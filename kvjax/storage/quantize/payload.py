@@ -77,10 +77,10 @@ class Form:
     def encode(self, rows: Float[Array, "B H S D"], channels: Channels | None = None) -> Encoded:
         """Encodes dense rows."""
         x = self.basis(rows if channels is None else channels.inside(rows))
-        if self.bits in EIGHT_BITS:
-            return Encoded(*quantise_slots(x, jnp.dtype(EIGHT_BITS[self.bits])))
-        # Scales of groups get the dtype of the rows.
-        return Encoded(*quantise_groups(x.astype(rows.dtype), self.group, self.axis, self.bits))
+        if self.in_groups:  # scales of groups get the dtype of the rows
+            x = x.astype(rows.dtype)
+            return Encoded(*quantise_groups(x, self.group, self.axis, self.bits))
+        return Encoded(*quantise_slots(x, jnp.dtype(EIGHT_BITS[self.bits])))
 
     def decode(self, encoded: Encoded, channels: Channels | None = None) -> Float[Array, "B K N D"]:
         """Decodes rows to float32."""
@@ -247,7 +247,7 @@ class Quantized(EncodedPayload):
         slots = math.prod(self.encoded.values.shape[:3])
         waiting = 0 if self.recent is None else self.recent.free_bytes
         unused = 0
-        if self.form.in_groups and slots:
+        if self.form.in_groups:
             bits = 8 * self.encoded.values.shape[3]
             unused = live * (bits - self.form.bits * self.shape[3]) // 8
         return free_bytes(self.encoded, live, slots) + unused + waiting

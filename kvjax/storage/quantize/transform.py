@@ -141,21 +141,14 @@ class Quantize(KVTransform):
     )
     _bits_of_keys = property(lambda self: self.key_bits or self.bits)
     _group = property(lambda self: (self.group or GROUP) if self.bits in IN_GROUPS else 1)
-
-    def _group_of_channels(self, head_dim: int) -> int:
-        """Returns how many numbers share a scale, of a model with this head_dim."""
-        if self.bits in (3, 2) and self.group is None and not self.groups_slots:
-            return wide_group(head_dim)
-        return self._group
-
     _residual = property(lambda self: self.residual or RESIDUAL)
 
     def __post_init__(self):
         check_choice("bits", self.bits, get_args(Bits))
         if self.key_axis is not None:
             check_choice("key_axis", self.key_axis, get_args(Axis))
+        self._check_options()
         if self.key_bits is not None:
-            self._check_options()
             others = tuple(bits for bits in (8, *IN_GROUPS) if bits != self.bits)
             check_choice("key_bits", self.key_bits, others)
         if not isinstance(self.rotate, bool):
@@ -163,7 +156,6 @@ class Quantize(KVTransform):
         for name in ("group", "residual"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name), 1)
-        self._check_options()
         if self.groups_slots and self._residual % self._group:
             raise ValueError(
                 f"residual must be a multiple of group={self._group}, got {self._residual}"
@@ -214,6 +206,12 @@ class Quantize(KVTransform):
     def extent(self, extent: Extent) -> Extent:
         """Asks for a flush every `residual` steps where slots are encoded in groups."""
         return extent.every(self._residual) if self.groups_slots else extent
+
+    def _group_of_channels(self, head_dim: int) -> int:
+        """Returns how many numbers share a scale, of a model with this head_dim."""
+        if self.bits in (3, 2) and self.group is None and not self.groups_slots:
+            return wide_group(head_dim)
+        return self._group
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, State]:
         """Makes encoded payloads of keys and values."""
