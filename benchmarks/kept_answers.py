@@ -49,11 +49,7 @@ SINKS = 4  # that stay where nothing else does
 
 OWN, KVZIP = "own_queries", "kvzip"
 FOUR, EIGHT = "quantize(bits=4, group=64)", "quantize"
-# Keys in 3 and 4 bits beside values in 2.
-THREE_TWO, FOUR_TWO = (
-    "quantize(bits=2, key_bits=3)",
-    "quantize(bits=2, key_bits=4)",
-)
+THREE_TWO, FOUR_TWO = "quantize(bits=2, key_bits=3)", "quantize(bits=2, key_bits=4)"
 
 
 def scored(method: str, budget: float, form: str = "", **options: object) -> str:

@@ -44,11 +44,15 @@ class ReadDocument(ReadOnce):
         """Scores of all layers by method, which all of its budgets share."""
         return {}
 
+    def readings(self, method: DocumentBudget) -> tuple[Any, ...]:
+        """Returns the readings of all layers, with what the method's probe noted."""
+        return self._observed_for(method).held
+
     def scores(self, method: DocumentBudget) -> Scores:
         """Returns the scores of all tokens in all layers and KV heads, whatever the budget."""
         method = dataclasses.replace(method, budget=1.0)
         if method not in self._scored:
-            tokens, readings = len(self._prompts[0]), self._observed_for(method).held
+            tokens, readings = len(self._prompts[0]), self.readings(method)
             scores = [np.asarray(_scores_of_layer(method, x))[:, :tokens] for x in readings]
             self._scored[method] = np.stack(scores)
         return self._scored[method]

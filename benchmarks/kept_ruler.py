@@ -31,7 +31,7 @@ SHARES = 0.5, 0.25, 0.125, 0.0625
 NEW, ROOM = 128, 160  # tokens of an answer and of a question, at most
 METHODS = {
     "own_queries": "by_head(own_queries(budget={}))",
-    "own_queries, 4 bits": "by_head(chain(own_queries(budget={}), quantize(bits=4, group=64)))",
+    "own_queries, 4 bits": "by_head(chain(own_queries(budget={}), quantize(bits=4)))",
     "kvzip": "by_head(kvzip(budget={}))",
 }
 FULL = "full"

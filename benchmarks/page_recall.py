@@ -18,15 +18,16 @@ does; `best` are the pages that receive most.
 from __future__ import annotations
 
 import argparse
+import collections
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from common import save
 from jaxtyping import Float
-from kept_answers import haystacks
+from kept_answers import NEEDLES, haystacks
 from kept_documents import ReadDocument
 
 import kvjax
@@ -34,7 +35,7 @@ from kvjax.generation.model import as_functional
 from kvjax.models import from_pretrained, load_tokenizer
 
 PAGE, SHARES, SPREADS = 16, (0.05, 0.1, 0.2), (0.25, 0.5, 1.0, 1.5)
-NEEDLES, FIRST_LAYER, ROOM = 4, 2, 64
+FIRST_LAYER, ROOM = 2, 64
 NEEDLE, LOOKS_UP = 20, 0.3  # tokens of a needle, and its share of a query's attention
 Scores = dict[str, Float[np.ndarray, "G P"]]
 
@@ -69,6 +70,11 @@ def received(
             yield name, share, of_pages[:, taken].sum(-1), weights[:, needle].sum(-1)
 
 
+def in_percent(shares: list[float]) -> float:
+    """Returns the mean of shares in per cent."""
+    return round(100 * float(np.mean(shares)), 1)
+
+
 def main() -> None:
     """Runs it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -81,42 +87,37 @@ def main() -> None:
     model = as_functional(from_pretrained(args.model, dtype="float32"))
     tokenizer, text = load_tokenizer(args.model), Path(args.text).read_text()
     method = kvjax.OwnQueries(1.0, room=0)  # notes the queries
-    found: dict[str, dict[float, list]] = {}
-    looking_up: dict[str, dict[float, list]] = {}
+    of_all, of_looking_up = (collections.defaultdict(list) for _ in range(2))
     for document in haystacks(tokenizer, text, args.length, args.documents, NEEDLES):
         number = document.number % NEEDLES
         answer, document_end = document.answers[number][0], len(document.tokens)
         tokens = [*document.tokens, *document.questions[number], *answer]
         begin = round(document.depths[number] * document_end)
+        needle = slice(begin, begin + NEEDLE)
+        # The token before the answer looks for its first token.
+        looking = range(len(tokens) - len(answer) - 1, len(tokens) - 1)
         size = args.length + ROOM
         once = ReadDocument(
             model, [tokens], [method], max_prompt=size, max_new=1, buckets=[size],
             document=tokenizer,
         )  # fmt: skip
-        readings: Any = once._observed_for(method).held[FIRST_LAYER:]
-        for reading in readings:
+        for reading in once.readings(method)[FIRST_LAYER:]:
             keys = np.asarray(reading.kv.k.read())[0, :, :document_end]
             queries = np.asarray(reading.record.slots["query"])[0, :, : len(tokens)]
-            for head, keys_of_head in enumerate(keys):
-                # The token before the answer looks for its first token.
-                for at in range(len(tokens) - len(answer) - 1, len(tokens) - 1):
-                    needle = slice(begin, begin + NEEDLE)
-                    for name, share, got, looked in received(
-                        queries[head, at], keys_of_head, needle
-                    ):
-                        found.setdefault(name, {}).setdefault(share, []).extend(got)
-                        of_share = looking_up.setdefault(name, {}).setdefault(share, [])
-                        of_share.extend(got[looked > LOOKS_UP])
+            for head, at in itertools.product(range(len(keys)), looking):
+                for name, share, by_pages, by_needle in received(
+                    queries[head, at], keys[head], needle
+                ):
+                    of_all[name, share].extend(by_pages)
+                    of_looking_up[name, share].extend(by_pages[by_needle > LOOKS_UP])
     rows = [
         {
             "score": name,
-            "all": [round(100 * float(np.mean(got)), 1) for got in by_share.values()],
-            "looking_up": [
-                round(100 * float(np.mean(got)), 1) for got in looking_up[name].values()
-            ],
-            "queries": [len(by_share[SHARES[0]]), len(looking_up[name][SHARES[0]])],
+            "all": [in_percent(of_all[name, share]) for share in SHARES],
+            "looking_up": [in_percent(of_looking_up[name, share]) for share in SHARES],
+            "queries": [len(each[name, SHARES[0]]) for each in (of_all, of_looking_up)],
         }
-        for name, by_share in found.items()
+        for name in dict.fromkeys(name for name, _ in of_all)
     ]
     print(json.dumps(rows, indent=1))
     save(
