@@ -37,7 +37,8 @@ A line is a turn, and so are lines that are pasted together. Lines that are not 
   /quit         ends
 Ctrl-C ends an answer that is being written, and clears a line that has been begun.
 By default every token stays, in 8 bits. Of a long text in the first turn,
-by_head(chain(own_queries, quantize(bits=4))) keeps a part, a third with --budget 0.33."""
+by_head(chain(own_queries, quantize(bits=4, group=64))) keeps a part, a fifth with
+--budget 0.19."""
 EXAMPLES = """\
 examples:
   kvjax chat --model DIR

@@ -32,7 +32,8 @@ finished or not.
 By default every token stays, in 8 bits. --bytes says how small the document has
 to be: 0.06 keeps about a quarter of the tokens, keys in 4 bits and values in 2, by
 what the document itself looks at, which on two small models answers questions about
-prose nearly as everything does; with half of that they find fewer needles. The folder
+prose nearly as everything does, though the smaller one finds fewer needles; with half
+of that both lose more. The folder
 holds what the document takes; questions and answers get room when they come. The
 bytes of both are said, and so is a stored form that keeps every token where it
 takes no more bytes with room."""
