@@ -25,7 +25,7 @@ from pallas_kernels import (
     prompt_attention_and_maxima,
     prompt_attention_and_sums,
 )
-from pallas_kernels.attention.call import beside_sinks
+from pallas_kernels.attention.call import Elsewhere, join_elsewhere
 
 
 def begin(caches: Any, *, empty: bool = False, document: bool = False) -> Any:
@@ -86,7 +86,7 @@ def read(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B 
         out, _, sums = prompt_attention_and_sums(*args, sinks=sinks, **options)
     else:
         out, lse = prompt_attention(*args, **options)
-        _, out = beside_sinks(sinks, lse, out)
+        _, out = join_elsewhere(Elsewhere.sinks(sinks, grouped), lse, out)
     if needs.accumulated_attention:
         kv = add_attention(kv, sums.reshape(q.shape[0], -1, kv.slots))
     queries = reading.queries
@@ -139,7 +139,7 @@ def look(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B 
     # The piece and the sinks are one part of each query's softmax, and the prompt is the other.
     queries = Queries(q, positions)
     out, lse = prompt_attention(queries, k, v, Seen(mass, at), **options)
-    elsewhere, out = beside_sinks(call.options.sinks, lse, out)
+    elsewhere, out = join_elsewhere(Elsewhere.sinks(call.options.sinks, q), lse, out)
     of_prompt, lse, received = prompt_attention_and_maxima(
         queries, keys, kv.v.read(), Seen(kv.log_mass, kv.position), elsewhere, **options
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.attention.call import Call, Tokens, add_attention, key_positions, query_positions
@@ -12,7 +13,8 @@ from kvjax.cache.payload import Dense
 from kvjax.cache.slots import append
 from kvjax.compose.chain import decide_parts
 from kvjax.protocol import Needs, Step, View, on_request, selected_by
-from pallas_kernels import Queries, Seen, Turn
+from pallas_kernels import Queries, Seen, Turn, decode_attention
+from pallas_kernels.attention.call import Elsewhere, join_elsewhere
 
 
 def decode(
@@ -50,6 +52,25 @@ def decode(
     return out.astype(q.dtype), dataclasses.replace(cache, kv=kv, state=state, window=window)
 
 
+def _elsewhere(view: View, queries: Queries, call: Call) -> Elsewhere | None:
+    """Returns what the queries see beside the slots: learned sinks, and what a view estimates."""
+    sinks = Elsewhere.sinks(call.options.sinks, queries.q)
+    if view.estimate is None:
+        return sinks
+    keys, values, log_mass = view.estimate
+    lists = log_mass.shape[1] // keys.shape[1]
+    if lists > 1:
+        keys, values = (jnp.repeat(x, lists, axis=1) for x in (keys, values))
+    # A transform estimates no token that the window hides.
+    mask = call.options.mask._replace(window=None)
+    seen = Seen(log_mass, jnp.zeros(log_mass.shape, jnp.int32))
+    out, lse, _ = decode_attention(
+        queries, keys, values, seen, mask, probabilities=False, implementation=call.implementation
+    )
+    lse, out = join_elsewhere(sinks, lse, out)
+    return Elsewhere(lse, out)
+
+
 def _attention(
     needs: Needs, view: View, q: Array, rotation: Turn | None, positions: Array, call: Call
 ) -> tuple[Float[Array, "B Q T D"], Float[Array, "B Q S"] | None]:
@@ -58,7 +79,8 @@ def _attention(
     lists = kv.shape[1] if index is None else index.shape[1]
     grouped = q.reshape(q.shape[0], lists, -1, *q.shape[2:])
     asked = needs.accumulated_attention or needs.decode_mass
-    options = {"probabilities": asked, "sinks": call.options.sinks, **call.kernel_options}
+    elsewhere = _elsewhere(view, Queries(grouped, positions), call)
+    options = {"probabilities": asked, "elsewhere": elsewhere, **call.kernel_options}
     seen = Seen(kv.log_mass, kv.position, kv.used, index=index, turn=rotation)
     keys, values = kv.k, kv.v
     if view.rows is not None:

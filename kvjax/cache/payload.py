@@ -32,7 +32,7 @@ from kvjax.cache.nbytes import nbytes
 from kvjax.cache.rope import Rope
 from kvjax.serialization import pytree_node
 from pallas_kernels import Mask, Queries, Seen, decode_attention, gather_attention, segment_sum
-from pallas_kernels.attention.call import beside_sinks
+from pallas_kernels.attention.call import Elsewhere, join_elsewhere
 from pallas_kernels.base.rows import take_slots
 
 T = TypeVar("T")
@@ -214,7 +214,7 @@ class Payload(Protocol):
         seen: Seen,
         mask: Mask,
         *,
-        sinks: Float[Array, " Q"] | None = None,
+        elsewhere: Elsewhere | None = None,
         probabilities: bool,
         implementation: str | None,
     ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T N"] | None]:
@@ -224,7 +224,7 @@ class Payload(Protocol):
         has an index: one list per KV head or per query head.
 
         Args:
-          sinks: logits of a learned sink of each query head; None: there are none.
+          elsewhere: what the queries see beside the slots, such as learned sinks; None: nothing.
         """
 
 
@@ -287,14 +287,13 @@ class Dense:
         seen: Seen,
         mask: Mask,
         *,
-        sinks: Float[Array, " Q"] | None = None,
+        elsewhere: Elsewhere | None = None,
         **options,
     ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T N"] | None]:
         """Returns the output and, if asked for, the probability of each slot or list entry."""
         attend = decode_attention if seen.index is None else gather_attention
         out, lse, probabilities = attend(queries, self.data, values.data, seen, mask, **options)
-        # Sinks take a share of the probability; the kernels leave it to the slots.
-        _, out, probabilities = beside_sinks(sinks, lse, out, probabilities)
+        _, out, probabilities = join_elsewhere(elsewhere, lse, out, probabilities)
         return out, probabilities
 
 

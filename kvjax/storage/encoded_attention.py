@@ -13,7 +13,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.payload import Dense, Slots, equal_rows
 from kvjax.storage.recent import Recent
-from pallas_kernels.attention.call import beside_sinks, join_attention, stored_attention
+from pallas_kernels.attention.call import (
+    Elsewhere,
+    join_attention,
+    join_elsewhere,
+    stored_attention,
+)
 from pallas_kernels.attention.decode import attention_by_products
 from pallas_kernels.attention.forms import Rows, dense_rows
 from pallas_kernels.attention.tpu_forms import reads
@@ -88,7 +93,7 @@ class EncodedPayload(ABC):
         seen: Seen,
         mask: Mask,
         *,
-        sinks: Float[Array, " Q"] | None = None,
+        elsewhere: Elsewhere | None = None,
         probabilities: bool,
         implementation: str | None,
     ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T N"] | None]:
@@ -97,9 +102,10 @@ class EncodedPayload(ABC):
         Attention over all slots reads the body as it is encoded. The rows of a selection are
         gathered and decoded, but stay in the basis of the body: only queries and outputs change
         their basis. A term that all products with keys lack does not change a softmax. It is
-        computed only for a soft cap and for sinks, which depend on the logits themselves.
+        computed only for a soft cap and beside other parts of the softmax, which depend on the
+        logits themselves.
         """
-        absolute = mask.soft_cap is not None or sinks is not None
+        absolute = mask.soft_cap is not None or elsewhere is not None
         shift = self._offset(queries.q) if absolute else None
         if seen.index is not None:
             slots = jnp.maximum(seen.index, 0)  # an entry of -1 is hidden by its bias
@@ -109,8 +115,8 @@ class EncodedPayload(ABC):
             else:
                 keys = Dense(self.read(slots))
             out, probability = keys.attention(
-                Dense(values._selected(slots)), queries, seen.listed(), mask, sinks=sinks,
-                probabilities=probabilities, implementation=implementation,
+                Dense(values._selected(slots)), queries, seen.listed(), mask,
+                elsewhere=elsewhere, probabilities=probabilities, implementation=implementation,
             )  # fmt: skip
             return values._basis(out).astype(values.dtype), probability
         queries, recent, turn = queries._replace(shift=shift), self.recent, seen.turn
@@ -137,7 +143,7 @@ class EncodedPayload(ABC):
                 dtype=jnp.float32,
             )  # fmt: skip
             out, lse, by_piece = self._by_kernel(values, queries, pieces, attend)
-        _, out, *by_piece = beside_sinks(sinks, lse, out, *by_piece)
+        _, out, *by_piece = join_elsewhere(elsewhere, lse, out, *by_piece)
         if not probabilities:
             return out, None
         total, *of_recent = by_piece

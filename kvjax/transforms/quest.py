@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +17,33 @@ from kvjax.cache.payload import take_slots, write_slots
 from kvjax.cache.selection import newest
 from kvjax.cache.slots import NEG_INF, KVCache
 from kvjax.checks import check_count, check_flag, check_number
-from kvjax.protocol import Card, Step, View
+from kvjax.protocol import Card, Estimate, Step, View
 from kvjax.serialization import named, pytree_node
 from kvjax.transforms.recall import Recall, of_lists
 from pallas_kernels import page_bounds, page_moments, page_scores
 
 PAGES = 3  # smallest number of pages that a budget must hold
+
+
+class Moments(NamedTuple):
+    """Mean and variance of a page's rows, by channel, each row as heavy as its mass."""
+
+    mean: Float[Array, "B H *P D"]
+    variance: Float[Array, "B H *P D"]
+
+    def with_row(self, row: Float[Array, "B H D"], before: Float[Array, "B H 1"]) -> Moments:
+        """Returns the moments with one more row, of mass 1 (Welford's update).
+
+        Args:
+          before: mass of the rows before it.
+        """
+        # Nothing of the page before stays, not even what is no number.
+        mean, variance = (
+            jnp.where(before > 0, old, new) for old, new in zip(self, (row, 0.0), strict=True)
+        )
+        new_mean = mean + (row - mean) / (before + 1)
+        squares = before * variance + (row - mean) * (row - new_mean)
+        return Moments(new_mean, squares / (before + 1))
 
 
 @pytree_node
@@ -32,14 +54,17 @@ class Pages:
     Args:
       low, high: bounds of each channel of a page's keys; 0 where there is no page.
       budget: number of pages that each row attends to.
-      newest: mean and variance of the newest page's channels, in float32; None with the paper's
-        bounds.
+      means: means of each page's keys and values, which stand for pages that are not attended to;
+        None where nothing does.
+      newest: mean and variance of the newest page's keys and of its values, in float32; None where
+        neither bounds nor means need them.
     """
 
     low: Float[Array, "B H P D"]
     high: Float[Array, "B H P D"]
     budget: Int[Array, " B"]
-    newest: tuple[Float[Array, "B H D"], Float[Array, "B H D"]] | None
+    means: Estimate | None
+    newest: tuple[Moments, Moments] | None
 
 
 @named("quest")
@@ -64,8 +89,14 @@ class Quest(Recall):
     key changes the bounds of its page, the newest, in place. In attention with a sliding window,
     pages that lie entirely outside the window are not taken.
 
+    With `estimate`, pages that are not attended to are not left out. Each of them is one virtual
+    slot that stands for its n tokens, with the mean of their keys, the mean of their values, and
+    log n added to its logit. So every token counts once, and the result is that of full attention
+    where the keys of each page are equal. In attention with a sliding window, a page is estimated
+    if all its tokens are visible.
+
     The index is `[B, H, P, D]` twice, in the dtype of the keys: 1 / `page` of the size of keys and
-    values.
+    values. Means take as much again.
 
     Args:
       budget: slots to attend to per KV head, a multiple of `page` and at least three pages. A float
@@ -81,6 +112,7 @@ class Quest(Recall):
       spread: how many deviations bounds are from the mean. None: the paper's bounds. With 1,
         queries that look up a needle find more of it among a tenth of the pages, in two models
         (RESULTS.md, "Pages by means").
+      estimate: let means stand for the pages that are not attended to.
 
     Raises:
       TypeError, ValueError: a number out of range; `budget` below three pages or no multiple of
@@ -94,13 +126,16 @@ class Quest(Recall):
     References:
       Tang et al., Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference, arXiv
       2406.10774.
+      Chen et al., RetroInfer: A Vector-Storage Approach for Scalable Long-Context LLM Inference,
+      arXiv 2505.02922, for `estimate`.
 
     Deviations from the paper:
       The default is one choice per KV head; `per_query_head=True` is the paper's. The paper has no
-      `spread`. The first page is always taken, unless `first_page=False`, since a page's bounds say
-      little about the keys of sinks. The newest page is always taken too, however full it is.
-      Behind a method that evicts or merges at the prompt's end, pages consist of the tokens that
-      remain. On a further turn everything live is paged anew, in rows that have tokens in it.
+      `spread` and no `estimate`. The first page is always taken, unless `first_page=False`, since a
+      page's bounds say little about the keys of sinks. The newest page is always taken too, however
+      full it is. Behind a method that evicts or merges at the prompt's end, pages consist of the
+      tokens that remain. On a further turn everything live is paged anew, in rows that have tokens
+      in it.
     """
 
     budget: Budget
@@ -109,6 +144,7 @@ class Quest(Recall):
     dense_layers: tuple[int, ...] = (0, 1)
     first_page: bool = True
     spread: float | None = None
+    estimate: bool = False
 
     card = Card(
         acts="prompt, every step", paper="Quest, arXiv 2406.10774", when="later", small={"page": 4}
@@ -118,6 +154,7 @@ class Quest(Recall):
     def __post_init__(self):
         super().__post_init__()
         check_flag("first_page", self.first_page)
+        check_flag("estimate", self.estimate)
         check_count("page", self.page, 1)
         if self.spread is not None:
             check_number("spread", self.spread, 0.0)
@@ -137,9 +174,14 @@ class Quest(Recall):
             x = jnp.zeros((batch, kv_heads, *of_head, head_dim), dtype)
             return x, x + 0  # a second array: one buffer must not be donated twice
 
-        newest = None if self.spread is None else zeros(dtype=jnp.float32)
+        newest = means = None
+        if self._has_moments:
+            newest = tuple(Moments(*zeros(dtype=jnp.float32)) for _ in range(2))
+        if self.estimate:
+            none = jnp.full((batch, kv_heads, pages), NEG_INF, jnp.float32)
+            means = Estimate(*zeros(pages, dtype=cache.k.dtype), none)
         bounds = zeros(pages, dtype=cache.k.dtype)
-        return cache, Pages(*bounds, self._pages_budget(cache), newest)
+        return cache, Pages(*bounds, self._pages_budget(cache), means, newest)
 
     def select(self, view: View, state: Pages, query: Array) -> tuple[View, Pages]:
         """Adds the new token to its page, then selects the pages with the highest u."""
@@ -152,76 +194,109 @@ class Quest(Recall):
         if not self.per_query_head:
             score = score.max(2)
         score = score.reshape(score.shape[0], -1, score.shape[-1])
-        tokens, visible = of_lists(cache.used, cache), None
+        tokens, visible, entirely = of_lists(cache.used, cache), None, None
         if view.window is not None:
-            visible = of_lists(self._visible_pages(cache, view.window), cache)
+            visible, entirely = (
+                of_lists(x, cache) for x in self._visible_pages(cache, view.window)
+            )
         num_pages, most = -(-tokens // self.page), length // self.page
         pages = self._best_pages(score, num_pages, state.budget, most, visible)
         slot = pages[..., None] * self.page + _numbers(self.page)[None]
         slot = slot.reshape(*pages.shape[:2], length)
-        return view.take(jnp.where(slot < tokens[..., None], slot, -1)), state
+        view = view.take(jnp.where(slot < tokens[..., None], slot, -1))
+        if state.means is not None:
+            log_mass = of_lists(state.means.log_mass, cache)
+            log_mass = write_slots(log_mass, pages, jnp.full(pages.shape, NEG_INF))
+            if entirely is not None:
+                log_mass = jnp.where(entirely, log_mass, NEG_INF)
+            view = dataclasses.replace(view, estimate=state.means._replace(log_mass=log_mass))
+        return view, state
 
     def on_prompt(self, cache: KVCache, state: Pages, step: Step) -> tuple[None, Pages]:
         """Indexes everything live; slots are in the order of positions when a prompt ends."""
         slot = jax.lax.broadcasted_iota(jnp.int32, cache.shape, 2)
         # Keys are read from the cache and not taken from `step.keys`: an earlier part of a chain
         # may have merged some since attention saw them.
-        keys, pages, newest = cache.k.read(), state.low.shape[2], None
-        if self.spread is None:
-            bounds = page_bounds(keys, slot, cache.used, self.page, pages)
-        else:
-            mean, variance = page_moments(keys, slot, cache.used, self.page, pages)
+        keys, means, newest = cache.k.read(), None, None
+        size = cache.used, self.page, state.low.shape[2]
+        if self._has_moments:
+            mass, values = jnp.exp(cache.log_mass), cache.v.read()
+            moments = tuple(Moments(*page_moments(x, mass, slot, *size)) for x in (keys, values))
             last = jnp.maximum(cache.used - 1, 0)[..., None] // self.page
-            newest = take_slots(mean, last)[:, :, 0], take_slots(variance, last)[:, :, 0]
-            bounds = self._around(mean, variance, keys.dtype)
-        return None, step.of_rows(Pages(*bounds, self._pages_budget(cache), newest), state)
+            newest = jax.tree.map(lambda x: take_slots(x, last)[:, :, 0], moments)
+        if self.estimate:
+            padding = (0, 0), (0, 0), (0, size[2] * self.page - cache.slots)
+            of_pages = jnp.pad(mass, padding).reshape(*cache.shape[:2], -1, self.page).sum(-1)
+            means = (x.mean.astype(keys.dtype) for x in moments)
+            means = Estimate(*means, jnp.log(of_pages))
+        if self.spread is None:
+            bounds = page_bounds(keys, slot, *size)
+        else:
+            bounds = self._around(moments[0], keys.dtype)
+        pages = Pages(*bounds, self._pages_budget(cache), means, newest)
+        return None, step.of_rows(pages, state)
+
+    # Whether the index has means of pages.
+    _has_moments = property(lambda self: self.estimate or self.spread is not None)
 
     def _pages_budget(self, cache: KVCache) -> Int[Array, " B"]:
         """Returns the number of pages that each row attends to."""
         return jnp.maximum(self.rows_budget(cache) // self.page, PAGES)
 
     def _with_new_token(self, state: Pages, cache: KVCache, slots: Int[Array, "B H 1"]) -> Pages:
-        """Changes the bounds of the newest page by the new token's key, in rows that have one.
+        """Adds the new token to the newest page, in rows that have one.
 
         This happens before attention, so that scores are computed from the new bounds. XLA would
         copy bounds that are overwritten after they have been read.
         """
-        key = cache.k.read(jnp.minimum(slots, cache.slots - 1))
-        before = slots % self.page  # tokens of the page before this one
-        page = jnp.where(slots < cache.slots, slots // self.page, state.low.shape[2])
+        slot = jnp.minimum(slots, cache.slots - 1)
+        key, there = cache.k.read(slot), slots < cache.slots
+        page = jnp.where(there, slots // self.page, state.low.shape[2])
         if state.newest is not None:
-            there, before = slots < cache.slots, before.astype(jnp.float32)
-            newest = _moments_with(key[:, :, 0].astype(jnp.float32), state.newest, before)
-            mean, variance = (
-                jnp.where(there, new, old) for new, old in zip(newest, state.newest, strict=True)
+            tokens = page * self.page + _numbers(self.page)
+            before = take_slots(cache.log_mass, jnp.minimum(tokens, cache.slots - 1))
+            before = jnp.exp(jnp.where(tokens < slots, before, NEG_INF)).sum(-1, keepdims=True)
+            rows = (x[:, :, 0].astype(jnp.float32) for x in (key, cache.v.read(slot)))
+            changed = tuple(
+                old.with_row(row, before) for old, row in zip(state.newest, rows, strict=True)
             )
-            low, high = self._around(mean, variance, state.low.dtype)
+            newest = jax.tree.map(
+                lambda new, old: jnp.where(there, new, old), changed, state.newest
+            )
+            state = dataclasses.replace(state, newest=newest)
+        if self.estimate:
+            rows = (x.mean[:, :, None] for x in newest)
+            written = map(write_slots, state.means, (page,) * 3, (*rows, jnp.log(before + 1)))
+            state = dataclasses.replace(state, means=Estimate(*written))
+        if self.spread is not None:
+            low, high = (x[:, :, None] for x in self._around(newest[0], state.low.dtype))
             return dataclasses.replace(
-                state, newest=(mean, variance), low=write_slots(state.low, page, low[:, :, None]),
-                high=write_slots(state.high, page, high[:, :, None]),
+                state, low=write_slots(state.low, page, low),
+                high=write_slots(state.high, page, high),
             )  # fmt: skip
 
         def widen(bounds: Array, extremum) -> Array:
             bound = take_slots(bounds, jnp.minimum(page, bounds.shape[2] - 1))
-            opens_page = (before == 0)[..., None]
+            opens_page = (slots % self.page == 0)[..., None]
             return write_slots(bounds, page, jnp.where(opens_page, key, extremum(bound, key)))
 
         low, high = widen(state.low, jnp.minimum), widen(state.high, jnp.maximum)
         return dataclasses.replace(state, low=low, high=high)
 
-    def _around(
-        self, mean: Float[Array, "B H *P D"], variance: Float[Array, "B H *P D"], dtype: DTypeLike
-    ) -> tuple[Array, Array]:
+    def _around(self, keys: Moments, dtype: DTypeLike) -> tuple[Array, Array]:
         """Returns bounds that are `spread` deviations from the mean."""
-        apart = self.spread * jnp.sqrt(variance)
-        return (mean - apart).astype(dtype), (mean + apart).astype(dtype)
+        apart = self.spread * jnp.sqrt(keys.variance)
+        return (keys.mean - apart).astype(dtype), (keys.mean + apart).astype(dtype)
 
-    def _visible_pages(self, cache: KVCache, window: int) -> Bool[Array, "B H P"]:
-        """Marks the pages that have a token inside the sliding window."""
+    def _visible_pages(
+        self, cache: KVCache, window: int
+    ) -> tuple[Bool[Array, "B H P"], Bool[Array, "B H P"]]:
+        """Marks the pages that have a token inside the sliding window, and those that lie in it."""
         pages = -(-cache.slots // self.page)
         padding = pages * self.page - cache.slots
         visible = jnp.pad(newest(cache, window), ((0, 0), (0, 0), (0, padding)))
-        return visible.reshape(*cache.shape[:2], pages, self.page).any(-1)
+        visible = visible.reshape(*cache.shape[:2], pages, self.page)
+        return visible.any(-1), visible.all(-1)
 
     def _best_pages(
         self,
@@ -251,25 +326,6 @@ class Quest(Recall):
         _, best = jax.lax.top_k(score, most)
         taken = _numbers(most) < jnp.minimum(num_pages, budget[:, None, None])
         return jnp.sort(jnp.where(taken, best, pages), axis=-1)
-
-
-def _moments_with(
-    key: Float[Array, "B H D"],
-    moments: tuple[Float[Array, "B H D"], Float[Array, "B H D"]],
-    before: Float[Array, "B H 1"],
-) -> tuple[Float[Array, "B H D"], Float[Array, "B H D"]]:
-    """Returns mean and variance of a page's keys with one more key (Welford's update).
-
-    Args:
-      before: number of keys before it.
-    """
-    # Nothing of the page before stays, not even what is no number.
-    mean, variance = (
-        jnp.where(before > 0, old, new) for old, new in zip(moments, (key, 0.0), strict=True)
-    )
-    new_mean = mean + (key - mean) / (before + 1)
-    squares = before * variance + (key - mean) * (key - new_mean)
-    return new_mean, squares / (before + 1)
 
 
 def _numbers(count: int) -> Int[Array, "1 1 N"]:

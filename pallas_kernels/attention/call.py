@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -88,39 +90,71 @@ def join_attention(
     return out, total, weights
 
 
-def beside_sinks(
-    sinks: Float[Array, " Q"] | None, lse: Float[Array, "B K G T"], *sums: Array | None
-) -> tuple[Array | None, ...]:
-    """Adds a learned sink of each query head to attention over slots.
-
-    A sink is one more column of the softmax, without a value. With logits x and
-    `lse = log Σ exp(x)`, a slot's weight is `exp(x[s]) / (exp(sink) + Σ exp(x))`, which is
-    `softmax_s(x) · σ(lse - sink)`: outputs and probabilities shrink by one factor. They are
-    normalised first, so that a sink far above all logits takes no digits from them in 16 bits.
+class Elsewhere(NamedTuple):
+    """Attention to what stands beside the slots: one more part of each query's softmax.
 
     Args:
-      sinks: logits of the sinks, Q = K · G; None: nothing changes.
-      lse: log-sum-exps of the queries' logits.
-      sums: outputs and probabilities, `[B, K, G, T, ...]`; None stays None.
+      lse: log-sum-exp of its logits.
+      out: what it gives by itself; None: it has no values, as a learned sink has none.
+    """
+
+    lse: Float[Array, "B K G T"]
+    out: Float[Array, "B K G T D"] | None = None
+
+    @classmethod
+    def sinks(
+        cls, logits: Float[Array, " Q"] | None, queries: Float[Array, "B K G T _"]
+    ) -> Elsewhere | None:
+        """Makes learned sinks of their logits, Q = K · G; None: there are none."""
+        if logits is None:
+            return None
+        by_head = logits.astype(jnp.float32).reshape(1, *queries.shape[1:3], 1)
+        return cls(jnp.broadcast_to(by_head, queries.shape[:4]))
+
+
+def join_elsewhere(
+    elsewhere: Elsewhere | None,
+    lse: Float[Array, "B K G T"],
+    out: Float[Array, "B K G T D"] | None,
+    *probabilities: Float[Array, "B K G T N"] | None,
+) -> tuple[Array | None, ...]:
+    """Adds what stands beside the slots to attention over slots.
+
+    With logits x, `lse = log Σ exp(x)` and e the log-sum-exp elsewhere, a slot's weight is
+    `exp(x[s]) / (exp(e) + Σ exp(x))`, which is `softmax_s(x) · σ(lse − e)`: outputs and
+    probabilities shrink by one factor. They are normalised first, so that a sink far above all
+    logits takes no digits from them in 16 bits.
+
+    Args:
+      elsewhere: None: nothing changes.
+      lse, out: of attention over slots; an output of None stays None.
+      probabilities: of the slots; None stays None.
 
     Returns:
-      Log-sum-exps that include the sinks, and the sums in their dtypes.
+      Log-sum-exps and outputs that include what is elsewhere, and probabilities, in their dtypes.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from pallas_kernels.attention.call import beside_sinks
+      >>> from pallas_kernels.attention.call import Elsewhere, join_elsewhere
       >>> lse, out = jnp.log(jnp.full((1, 1, 1, 1), 2.0)), jnp.full((1, 1, 1, 1, 1), 6.0)
-      >>> lse, out = beside_sinks(jnp.zeros(1), lse, out)
+      >>> sink = Elsewhere.sinks(jnp.zeros(1), out)
+      >>> lse, out = join_elsewhere(sink, lse, out)
       >>> round(jnp.exp(lse).item(), 4), round(out.item(), 4)
       (3.0, 4.0)
     """
-    if sinks is None:
-        return lse, *sums
-    sinks = sinks.astype(jnp.float32).reshape(1, *lse.shape[1:3], 1)
-    # A query that sees nothing gives 0, whatever its sink is.
-    share = jnp.where(lse > -jnp.inf, jax.nn.sigmoid(lse - sinks), 0.0)[..., None]
-    sums = (None if x is None else (share * x.astype(jnp.float32)).astype(x.dtype) for x in sums)
-    return jnp.logaddexp(lse, sinks), *sums
+    if elsewhere is None:
+        return lse, out, *probabilities
+    # A query that sees nothing anywhere gives 0.
+    share = jnp.where(lse > -jnp.inf, jax.nn.sigmoid(lse - elsewhere.lse), 0.0)[..., None]
+
+    def shrunk(x: Array | None) -> Array | None:
+        return None if x is None else (share * x.astype(jnp.float32)).astype(x.dtype)
+
+    joined, probabilities = shrunk(out), map(shrunk, probabilities)
+    if elsewhere.out is not None and out is not None:
+        rest = jnp.where(elsewhere.lse > -jnp.inf, jax.nn.sigmoid(elsewhere.lse - lse), 0.0)
+        joined += (rest[..., None] * elsewhere.out.astype(jnp.float32)).astype(out.dtype)
+    return jnp.logaddexp(lse, elsewhere.lse), joined, *probabilities
 
 
 def _range(seen: Seen, query_position: Int[Array, "B T"], window: int | None):

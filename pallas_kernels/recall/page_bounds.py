@@ -1,4 +1,4 @@
-"""Least and greatest value of each channel among the keys of a page, or mean and variance."""
+"""Least and greatest value of each channel among the rows of a page, or mean and variance."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.base.rows import block_of, take_slots
 
@@ -48,49 +48,56 @@ def page_bounds(
 
 
 def page_moments(
-    keys: Float[Array, "B H S D"],
+    rows: Float[Array, "B H S D"],
+    mass: Float[Array, "B H S"],
     order: Int[Array, "B H S"],
     count: Int[Array, "B H"],
     page: int,
     pages: int,
 ) -> OfPages:
-    """Returns mean and variance per channel over the keys of each page, in float32.
+    """Returns mean and variance per channel over the rows of each page, in float32.
 
     Both are 0 for an empty page.
 
     Args:
-      keys, order, count, page, pages: as in `page_bounds`.
+      rows: keys or values of all slots.
+      mass: weight of each row, such as the number of tokens that it stands for.
+      order, count, page, pages: as in `page_bounds`.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from pallas_kernels import page_moments
-      >>> keys = jnp.array([[[[3.0], [1.0], [2.0], [9.0]]]])
-      >>> mean, variance = page_moments(keys, jnp.arange(4)[None, None], jnp.array([[3]]), 2, 2)
+      >>> rows, mass = jnp.array([[[[3.0], [1.0], [2.0], [9.0]]]]), jnp.ones((1, 1, 4))
+      >>> order, count = jnp.arange(4)[None, None], jnp.array([[3]])
+      >>> mean, variance = page_moments(rows, mass, order, count, 2, 2)
       >>> mean[0, 0, :, 0].tolist(), variance[0, 0, :, 0].tolist()
       ([2.0, 2.0], [1.0, 0.0])
     """
 
-    def moments(rows: Array, there: Array) -> tuple[Array, Array]:
-        rows, tokens = rows.astype(jnp.float32), jnp.maximum(there.sum(3), 1).astype(jnp.float32)
-        mean = jnp.where(there, rows, 0).sum(3) / tokens
-        apart = jnp.where(there, rows - mean[:, :, :, None], 0)
-        return mean, (apart**2).sum(3) / tokens
+    def moments(rows: Array, there: Array, mass: Array) -> tuple[Array, Array]:
+        rows, mass = rows.astype(jnp.float32), jnp.where(there, mass, 0)
+        total = jnp.where(there.any(3), mass.sum(3), 1)
+        mean = jnp.where(there, mass * rows, 0).sum(3) / total
+        apart = jnp.where(there, mass * (rows - mean[:, :, :, None]) ** 2, 0)
+        return mean, apart.sum(3) / total
 
-    return _of_pages(moments, keys, order, count, page, pages)
+    return _of_pages(moments, rows, order, count, page, pages, mass[..., None])
 
 
 def _of_pages(
-    reduce: Callable[[Float[Array, "B H N T D"], Bool[Array, "B H N T 1"]], OfPages],
+    reduce: Callable[..., OfPages],
     keys: Float[Array, "B H S D"],
     order: Int[Array, "B H S"],
     count: Int[Array, "B H"],
     page: int,
     pages: int,
+    *beside: Float[Array, "B H S 1"],
 ) -> OfPages:
     """Returns two numbers per channel of each page; 0 for an empty page.
 
     Args:
-      reduce: computes them from the keys of N pages, and which of their T tokens there are.
+      reduce: computes them from the rows of N pages of T tokens, `[B, H, N, T, D]`, from which of
+        them there are, `[B, H, N, T, 1]`, and from what lies `beside` them, in the same form.
     """
     batch, kv_heads, size, _ = keys.shape
     blocks = -(-pages // max(AT_ONCE // page, 1))
@@ -100,10 +107,13 @@ def _of_pages(
 
     def block(start: Int[Array, ""]) -> tuple[Array, Array]:
         index = block_of(order, start, per_block * page, 2)
-        rows = take_slots(keys, index).reshape(batch, kv_heads, per_block, page, -1)
+        rows, *others = (
+            take_slots(x, index).reshape(batch, kv_heads, per_block, page, -1)
+            for x in (keys, *beside)
+        )
         token = start + jnp.arange(per_block * page, dtype=jnp.int32)[None, None]
         there = (token < count[..., None]).reshape(batch, kv_heads, per_block, page, 1)
-        filled, (first, second) = there.any(3), reduce(rows, there)
+        filled, (first, second) = there.any(3), reduce(rows, there, *others)
         return jnp.where(filled, first, 0), jnp.where(filled, second, 0)
 
     starts = jnp.arange(blocks, dtype=jnp.int32) * (per_block * page)

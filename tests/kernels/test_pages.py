@@ -86,13 +86,16 @@ def test_bounds_and_moments(slots, page):
     pages = -(-slots // page) + 1  # the last is of nobody
     arguments = *map(jnp.asarray, (keys, order, count)), page, pages
     low, high = page_bounds(*arguments)
-    mean, variance = page_moments(*arguments)
+    mass = rng.integers(1, 4, (2, 2, slots)).astype(np.float32)
+    mean, variance = page_moments(arguments[0], jnp.asarray(mass), *arguments[1:])
     for row, head in np.ndindex(2, 2):
-        own = keys[row, head][order[row, head][: count[row, head]]]
+        taken = order[row, head][: count[row, head]]
+        own, weights = keys[row, head][taken], mass[row, head][taken]
         expected, moments = np.zeros((2, 2, pages, 3))
         if len(own):
             expected[:, : -(-len(own) // page)] = reference.page_bounds(own, page)
-            moments[:, : -(-len(own) // page)] = reference.page_moments(own.astype(float), page)
+            of_pages = reference.page_moments(own.astype(float), weights.astype(float), page)
+            moments[:, : -(-len(own) // page)] = of_pages
         close(mean[row, head], moments[0])
         close(variance[row, head], moments[1])
         np.testing.assert_array_equal(low[row, head], expected[0])

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from .clusterkv import Recalling
-from .slots import best, reduce_group
+from .slots import Slots, best, reduce_group
 
 
 def page_bounds(keys: np.ndarray, page: int) -> tuple[np.ndarray, np.ndarray]:
@@ -16,10 +16,17 @@ def page_bounds(keys: np.ndarray, page: int) -> tuple[np.ndarray, np.ndarray]:
     return np.array([p.min(axis=0) for p in pages]), np.array([p.max(axis=0) for p in pages])
 
 
-def page_moments(keys: np.ndarray, page: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and variance of every channel, [P, D], of pages of consecutive keys [N, D]."""
-    pages = [keys[start : start + page] for start in range(0, len(keys), page)]
-    return np.array([p.mean(axis=0) for p in pages]), np.array([p.var(axis=0) for p in pages])
+def page_moments(keys: np.ndarray, mass: np.ndarray, page: int) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and variance of every channel, [P, D], of pages of consecutive keys [N, D].
+
+    Each key counts as its mass [N] says.
+    """
+    means, variances = [], []
+    for start in range(0, len(keys), page):
+        p, weights = keys[start : start + page], mass[start : start + page]
+        means.append(np.average(p, axis=0, weights=weights))
+        variances.append(np.average((p - means[-1]) ** 2, axis=0, weights=weights))
+    return np.array(means), np.array(variances)
 
 
 def page_scores(q: np.ndarray, lowest: np.ndarray, highest: np.ndarray) -> np.ndarray:
@@ -47,7 +54,8 @@ class Quest(Recalling):
     sliding window, pages all of whose tokens lie outside it are no candidates.
 
     With spread=None the bounds of a page are its smallest and largest keys; otherwise they are
-    `spread` standard deviations below and above the mean, by channel.
+    `spread` standard deviations below and above the mean, by channel.  With estimate=True virtual
+    tokens stand for the pages that are not taken.
     """
 
     def __init__(
@@ -57,30 +65,46 @@ class Quest(Recalling):
         per_query_head: bool = False,
         first_page: bool = True,
         spread: float | None = None,
+        estimate: bool = False,
         **options: float | None,
     ) -> None:
         super().__init__(per_query_head, **options)
         self.budget, self.page, self.first_page, self.spread = budget, page, first_page, spread
+        self.estimate = estimate
 
-    def bounds(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def bounds(self, slots: Slots) -> tuple[np.ndarray, np.ndarray]:
         """Lower and upper bounds of every channel, [P, D]."""
         if self.spread is None:
-            return page_bounds(keys, self.page)
-        mean, variance = page_moments(keys, self.page)
+            return page_bounds(slots.keys, self.page)
+        mass = np.exp([token.log_mass for token in slots.tokens])
+        mean, variance = page_moments(slots.keys, mass, self.page)
         apart = self.spread * np.sqrt(variance)
         return mean - apart, mean + apart
+
+    def pages(self, slots: Slots) -> list[list[int]]:
+        """The positions of each page."""
+        positions = slots.positions.tolist()
+        return [positions[i : i + self.page] for i in range(0, len(positions), self.page)]
+
+    def estimated(
+        self, head: int, chosen: list[int]
+    ) -> list[tuple[list[int], float, np.ndarray | None]]:
+        """Whole pages that are not taken, all of whose tokens are seen."""
+        if not self.estimate:
+            return []
+        pages = self.pages(self.heads[head])
+        return [(p, 1.0, None) for p in pages if p[0] not in chosen and p[0] >= self.first]
 
     def select(self, q: np.ndarray) -> list[list[int]]:
         """The positions of the pages taken, ascending."""
         taken = page_budget(self.budget, self.prompt_length, self.page)
         selected = []
         for slots, group in zip(self.heads, self.by_group(q), strict=True):
-            bounds = self.bounds(slots.keys)
+            bounds = self.bounds(slots)
             scores = np.array([page_scores(query, *bounds) for query in group])
             if not self.per_query_head:
                 scores = reduce_group(scores, "max")[None]
-            positions = slots.positions.tolist()
-            pages = [positions[i : i + self.page] for i in range(0, len(positions), self.page)]
+            pages = self.pages(slots)
             seen = [i for i, page in enumerate(pages[:-1]) if page[-1] >= self.first]
             always = [i for i in seen if i == 0 and self.first_page]
             others = [i for i in seen if i not in always]

@@ -34,7 +34,7 @@ class QuestPair(RecallingPair):
         for head, slots in enumerate(self.of_rows[row].heads):
             expected = np.zeros((2, *pages.low.shape[2:]))
             if len(slots):
-                bounds = np.stack(self.of_rows[row].bounds(slots.keys))
+                bounds = np.stack(self.of_rows[row].bounds(slots))
                 expected[:, : bounds.shape[1]] = bounds
             both = np.stack((pages.low[row, head], pages.high[row, head]))
             if self.of_rows[row].spread is None:
@@ -44,12 +44,15 @@ class QuestPair(RecallingPair):
 
 
 def pair(
-    budget=12, page=4, per_query_head=False, *, first_page=True, spread=None, **options
-) -> QuestPair:
-    tx = Quest(budget, page, per_query_head, dense_layers=(), first_page=first_page, spread=spread)
+    budget=12, page=4, per_query_head=False, *, first_page=True, spread=None, estimate=False,
+    **options
+) -> QuestPair:  # fmt: skip
+    tx = Quest(budget, page, per_query_head, (), first_page, spread, estimate)
 
     def row(**attention):
-        return reference.Quest(budget, page, per_query_head, first_page, spread, **attention)
+        return reference.Quest(
+            budget, page, per_query_head, first_page, spread, estimate, **attention
+        )
 
     options = {"heads": (2, 2), "width": 104, "max_new": 80, **options}
     return QuestPair(tx, row, **options)
@@ -67,6 +70,15 @@ CASES = {
     "means in a window": {
         "budget": 32, "page": 8, "scale": 0.5, "window": 40, "soft_cap": 3.0, "spread": 1.0
     },
+    "estimate": {"budget": 16, "page": 4, "estimate": True},
+    "estimate by means, per query head": {
+        "budget": 0.3, "page": 8, "spread": 1.0, "estimate": True, "per_query_head": True
+    },
+    "estimate in a window": {
+        "budget": 24, "page": 8, "scale": 0.5, "window": 50, "soft_cap": 3.0, "estimate": True
+    },
+    "estimate behind SnapKV": {"before": BEFORE, "estimate": True},
+    "estimate behind KVMerger": {"before": kvjax.KVMerger(0.5), "estimate": True, "spread": 1.0},
     "tiny share": {"budget": 0.01, "page": 5},
     "single tokens": {"budget": 9, "page": 1},
     # Pages outside the window are not taken; of one that is, the window hides some tokens.

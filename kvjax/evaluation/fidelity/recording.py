@@ -17,7 +17,7 @@ from kvjax.compose.wrappers import in_head_order, map_head_groups
 from kvjax.decisions import Decision
 from kvjax.protocol import AttentionOptions, KVTransform, State, Step, View, Wrapper
 from pallas_kernels import Queries, Seen, decode_attention
-from pallas_kernels.attention.call import beside_sinks
+from pallas_kernels.attention.call import Elsewhere, join_elsewhere
 
 
 @jax.tree_util.register_dataclass
@@ -135,12 +135,13 @@ def attend_to_all(
         query = record.rope.rotate(query, position[:, None])
         keys = record.rope.rotate(keys, kv.position)
     batch, kv_heads, slots = kv.shape
+    grouped = query.reshape(batch, kv_heads, kv.group, *query.shape[2:])
     out, lse, attention = decode_attention(
-        Queries(query.reshape(batch, kv_heads, kv.group, *query.shape[2:]), position[:, None]),
-        keys, kv.v.read(), Seen(kv.log_mass, kv.position), record.options.mask,
-        implementation=record.implementation,
+        Queries(grouped, position[:, None]), keys, kv.v.read(), Seen(kv.log_mass, kv.position),
+        record.options.mask, implementation=record.implementation,
     )  # fmt: skip
-    _, out, attention = beside_sinks(record.options.sinks, lse, out, attention)
+    sinks = Elsewhere.sinks(record.options.sinks, grouped)
+    _, out, attention = join_elsewhere(sinks, lse, out, attention)
     return out.reshape(query.shape).astype(query.dtype), attention.reshape(batch, -1, slots)
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.cache.payload import sum_into
 from kvjax.transforms.clusterkv.clusters import Clusters
 from pallas_kernels import build_indices, rank_clusters
 from pallas_kernels.base.dispatch import on_one_cpu
@@ -29,8 +30,10 @@ class Ranking(NamedTuple):
 
 def recalled_slots(
     query: Float[Array, "B H G D"], clusters: Clusters, length: int, likely: int, ranking: Ranking
-) -> Int[Array, "B K N"]:
+) -> tuple[Int[Array, "B K N"], Int[Array, "B K M"]]:
     """Lists the sinks and the slots of the clusters with the highest `q · μ`, up to the budget.
+
+    Returns the slots, and the clusters as ranked.
 
     On a CPU, ranking all clusters takes about as long as reading the slots of the best ones.
     Therefore only the `likely` best are ranked there; all of them are ranked in a step in which
@@ -55,10 +58,28 @@ def recalled_slots(
     else:
         order = _ranked_if_needed(ranked, clusters, likely)
     sinks_first = jnp.pad(order + 1, ((0, 0), (0, 0), (1, 0)))
-    return build_indices(
+    slots = build_indices(
         sinks_first, *clusters.with_sinks(), clusters.budget[:, None], length=length,
         implementation=ranking.implementation,
     )  # fmt: skip
+    return slots, order
+
+
+def unread(clusters: Clusters, order: Int[Array, "B K M"], length: int) -> Int[Array, "B K C"]:
+    """Returns how many slots of each cluster are in no list.
+
+    Args:
+      clusters: index of each KV head, with the row's budget.
+      order: clusters as ranked; a cluster that stands there again takes no more slots.
+      length: slots of a list, sinks included (static).
+    """
+    sizes = take_slots(clusters.sizes, order)
+    before = jnp.cumsum(sizes, axis=-1, dtype=jnp.int32) - sizes
+    lists = order.shape[1] // clusters.sizes.shape[1]
+    room = jnp.minimum(clusters.budget[:, None], length) - clusters.sinks
+    room = jnp.repeat(room, lists, axis=1)[..., None]
+    read = sum_into(order, jnp.clip(room - before, 0, sizes), clusters.sizes.shape[2])
+    return jnp.repeat(clusters.sizes, lists, axis=1) - read
 
 
 def _ranked_if_needed(
