@@ -359,10 +359,37 @@ class ClusterKV(SharedRecall):
     def on_flush(self, cache: KVCache, state: Index, step: Step) -> tuple[Order, Index]:
         """Clusters the recent tokens of rows that have no room for those of the next steps."""
         clusters, key, _ = state
-        before = clusters
         slots, recent = self._recent(cache, clusters)
         due = all_heads(recent.sum(-1), cache.heads).max(1) + step.room > slots.shape[2]
         members = recent & due[:, None, None]
+
+        def clustered() -> tuple[Int[Array, "B H N"], Clusters]:
+            return varying(
+                self._cluster_recent(cache, clusters, key, slots, members, step), cache.k
+            )
+
+        if self._holds:
+            # A flush after every few steps has nothing to cluster most of the time.
+            source, made = jax.lax.cond(
+                due.any(), clustered, lambda: varying((slots, clusters), cache.k)
+            )
+        else:
+            source, made = clustered()
+        # What has just been clustered is read as before until the next flush.
+        place = jax.lax.broadcasted_iota(jnp.int32, cache.shape, 2)
+        held = self._held(cache, clusters, write_slots(place, slots, source), step)
+        return Order(source, slots), (made, key, held)
+
+    def _cluster_recent(
+        self,
+        cache: KVCache,
+        clusters: Clusters,
+        key: Array,
+        slots: Int[Array, "B H N"],
+        members: Bool[Array, "B H N"],
+        step: Step,
+    ) -> tuple[Int[Array, "B H N"], Clusters]:
+        """Clusters generated tokens; returns the slots in their new order, and all clusters."""
         count = members.sum(-1, dtype=jnp.int32)
         most = min(self._most_new(cache), slots.shape[2])
         wanted = self._new_clusters_of(count, clusters.per_cluster[:, None])
@@ -376,11 +403,7 @@ class ClusterKV(SharedRecall):
         # Slots that are not clustered keep their places behind all others.
         label = jnp.where(members, clustering.label, most + 1)
         order = label, jnp.where(members, tokens.position, place), slots
-        source = jax.lax.sort(order, dimension=2, num_keys=2)[-1]
-        # What has just been clustered is read as before until the next flush.
-        place = jax.lax.broadcasted_iota(jnp.int32, cache.shape, 2)
-        held = self._held(cache, before, write_slots(place, slots, source), step)
-        return Order(source, slots), (clusters, key, held)
+        return jax.lax.sort(order, dimension=2, num_keys=2)[-1], clusters
 
     def _tokens(
         self, cache: KVCache, key: Array, slots: Int[Array, "B H N"], members: Bool[Array, "B H N"]
