@@ -457,6 +457,32 @@ def page_recall(result: dict[str, Any]) -> str:
     ])  # fmt: skip
 
 
+def page_errors(result: dict[str, Any]) -> str:
+    """Errors of attention's output with and without estimates, by `page_recall.py`."""
+    shares = [f"{100 * share:g} %" for share in result["shares"]]
+    headings = ["score", "estimated", *shares, *(f"looking up, {share}" for share in shares)]
+    return markdown(headings, [
+        [row["score"], row["estimated"], *(f"{x:.1f}" for x in (*row["all"], *row["looking_up"]))]
+        for row in result["errors"]
+    ])  # fmt: skip
+
+
+def step_times(rows: Sequence[dict[str, Any]]) -> str:
+    """Times of a step by `step_times.py`, a row for each method."""
+    lengths = list(dict.fromkeys(row["tokens"] for row in rows))
+    by_method: dict[str, list[str]] = {}
+    for row in rows:
+        median, low, high = row["of_full"]
+        cells = f"{row['milliseconds']:.1f}", f"{median:.2f} ({low:.2f} to {high:.2f})"
+        by_method.setdefault(row["method"], []).extend(cells)
+    headings = [
+        heading for length in lengths
+        for heading in (f"ms after {length:,} tokens", f"of full, {length:,}")
+    ]  # fmt: skip
+    lines = [[f"`{method}`", *cells] for method, cells in by_method.items()]
+    return markdown(["method", *headings], lines)
+
+
 def speed(rows: Sequence[dict[str, Any]]) -> str:
     """Of `kvjax bench`."""
     headings = [
@@ -586,6 +612,8 @@ def tables(folders: dict[str, Results]) -> tuple[list[Results], dict[str, str]]:
         "at_rest_smollm2": at_rest(read("at_rest_smollm2")["rows"]),
         **{name: kept_answers(read(name)["rows"]) for name in KEPT_ANSWERS},
         **{name: page_recall(read(name)) for name in PAGE_RECALL},
+        **{f"errors_{name}": page_errors(read(name)) for name in PAGE_RECALL},
+        "step_times": step_times(read("step_times_smollm2")["rows"]),
         "first": first([folders["needles_small_smollm2"], folders["needles"]]),
         **{made.__name__: made(read("vs_kvpress_kvzip_smollm2")["rows"]) for made in KVZIP},
         "kvpress_losses": kvpress_losses(read("vs_kvpress_losses_smollm2")["rows"]),
