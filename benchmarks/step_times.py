@@ -23,9 +23,9 @@ import kvjax
 from kvjax.models import from_pretrained, load_tokenizer
 
 METHODS = (
-    "full", "quest(budget=0.1)", "quest(budget=0.1, spread=1.0, select_every=4)",
+    "full", "quest(budget=0.1)", "quest(budget=0.1, spread=1.0)",
     "quest(budget=0.1, spread=1.0, estimate=True)", "clusterkv(budget=0.1)",
-    "clusterkv(budget=0.1, interval=64)", "clusterkv(budget=0.1, interval=64, select_every=8)",
+    "clusterkv(budget=0.1, estimate=True)",
 )  # fmt: skip
 NEW, ROOM = 64, 32  # tokens of an answer and of a question, at most
 

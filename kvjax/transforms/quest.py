@@ -19,7 +19,7 @@ from kvjax.cache.slots import NEG_INF, KVCache
 from kvjax.checks import check_count, check_flag, check_number
 from kvjax.protocol import Card, Estimate, Step, View
 from kvjax.serialization import named, pytree_node
-from kvjax.transforms.recall import Held, SharedRecall, of_lists
+from kvjax.transforms.recall import Recall, of_lists
 from pallas_kernels import page_bounds, page_moments, page_scores
 
 PAGES = 3  # smallest number of pages that a budget must hold
@@ -58,7 +58,6 @@ class Pages:
         None where nothing does.
       newest: mean and variance of the newest page's keys and of its values, in float32; None where
         neither bounds nor means need them.
-      held: the pages that several steps share; None: each step selects.
     """
 
     low: Float[Array, "B H P D"]
@@ -66,12 +65,11 @@ class Pages:
     budget: Int[Array, " B"]
     means: Estimate | None
     newest: tuple[Moments, Moments] | None
-    held: Held | None
 
 
 @named("quest")
 @dataclass(frozen=True)
-class Quest(SharedRecall):
+class Quest(Recall):
     """Keeps everything, and attends to the pages whose keys may score highest.
 
     Tokens are stored in pages of `page` tokens, in the order of their positions. For each page P
@@ -115,10 +113,6 @@ class Quest(SharedRecall):
         queries that look up a needle find more of it among a tenth of the pages, in two models
         (RESULTS.md, "Pages by means").
       estimate: let means stand for the pages that are not attended to.
-      select_every: decode steps that share a selection. A selection is made at a prompt's end and
-        by `kvjax.flush`, by the last query before it, and its rows are held: as many bytes as the
-        budget. Tokens since then are attended to as well. With 1, each step selects by its own
-        query.
 
     Raises:
       TypeError, ValueError: a number out of range; `budget` below three pages or no multiple of
@@ -137,11 +131,11 @@ class Quest(SharedRecall):
 
     Deviations from the paper:
       The default is one choice per KV head; `per_query_head=True` is the paper's. The paper has no
-      `spread`, no `estimate` and no `select_every`. The first page is always taken, unless
-      `first_page=False`, since a page's bounds say little about the keys of sinks. The newest page
-      is always taken too, however full it is. Behind a method that evicts or merges at the prompt's
-      end, pages consist of the tokens that remain. On a further turn everything live is paged anew,
-      in rows that have tokens in it.
+      `spread` and no `estimate`. The first page is always taken, unless `first_page=False`, since a
+      page's bounds say little about the keys of sinks. The newest page is always taken too, however
+      full it is. Behind a method that evicts or merges at the prompt's end, pages consist of the
+      tokens that remain. On a further turn everything live is paged anew, in rows that have tokens
+      in it.
     """
 
     budget: Budget
@@ -151,7 +145,6 @@ class Quest(SharedRecall):
     first_page: bool = True
     spread: float | None = None
     estimate: bool = False
-    select_every: int = 1
 
     card = Card(
         acts="prompt, every step", paper="Quest, arXiv 2406.10774", when="later", small={"page": 4}
@@ -187,61 +180,37 @@ class Quest(SharedRecall):
         if self.estimate:
             none = jnp.full((batch, kv_heads, pages), NEG_INF, jnp.float32)
             means = Estimate(*zeros(pages, dtype=cache.k.dtype), none)
-        log_mass = None if means is None else of_lists(means.log_mass + 0, cache)
-        held = self.nothing_held(cache, self.select_every, log_mass)
         bounds = zeros(pages, dtype=cache.k.dtype)
-        return cache, Pages(*bounds, self._pages_budget(cache), means, newest, held)
+        return cache, Pages(*bounds, self._pages_budget(cache), means, newest)
 
     def select(self, view: View, state: Pages, query: Array) -> tuple[View, Pages]:
         """Adds the new token to its page, then selects the pages with the highest u."""
-        state = self._with_new_token(state, view.cache, view.slots)
-        if state.held is not None:
-            view, held = self.held_view(view, state.held, self.select_every)
-            state, log_mass = dataclasses.replace(state, held=held), held.log_mass
-        else:
-            chosen, log_mass = self._chosen(
-                view.cache, state, query, view.window, view.implementation
-            )
-            view = view.take(chosen)
-        if log_mass is not None:
-            view = dataclasses.replace(view, estimate=state.means._replace(log_mass=log_mass))
-        return view, state
-
-    def _chosen(
-        self,
-        cache: KVCache,
-        state: Pages,
-        query: Float[Array, "B Q 1 D"],
-        window: int | None,
-        implementation: str | None,
-    ) -> tuple[Int[Array, "B K N"], Float[Array, "B K P"] | None]:
-        """Returns the slots of the pages with the highest u, and the log masses of the others.
-
-        The latter are None where nothing is estimated.
-        """
-        length = cache.lists[1]
+        cache, length = view.cache, view.cache.lists[1]
+        state = self._with_new_token(state, cache, view.slots)
         score = page_scores(
             query.reshape(*cache.shape[:2], cache.group, -1), state.low, state.high,
-            implementation=implementation,
+            implementation=view.implementation,
         )  # fmt: skip
         if not self.per_query_head:
             score = score.max(2)
         score = score.reshape(score.shape[0], -1, score.shape[-1])
         tokens, visible, entirely = of_lists(cache.used, cache), None, None
-        if window is not None:
-            visible, entirely = (of_lists(x, cache) for x in self._visible_pages(cache, window))
+        if view.window is not None:
+            visible, entirely = (
+                of_lists(x, cache) for x in self._visible_pages(cache, view.window)
+            )
         num_pages, most = -(-tokens // self.page), length // self.page
         pages = self._best_pages(score, num_pages, state.budget, most, visible)
         slot = pages[..., None] * self.page + _numbers(self.page)[None]
         slot = slot.reshape(*pages.shape[:2], length)
-        slot = jnp.where(slot < tokens[..., None], slot, -1)
-        if state.means is None:
-            return slot, None
-        log_mass = of_lists(state.means.log_mass, cache)
-        log_mass = write_slots(log_mass, pages, jnp.full(pages.shape, NEG_INF))
-        if entirely is not None:
-            log_mass = jnp.where(entirely, log_mass, NEG_INF)
-        return slot, log_mass
+        view = view.take(jnp.where(slot < tokens[..., None], slot, -1))
+        if state.means is not None:
+            log_mass = of_lists(state.means.log_mass, cache)
+            log_mass = write_slots(log_mass, pages, jnp.full(pages.shape, NEG_INF))
+            if entirely is not None:
+                log_mass = jnp.where(entirely, log_mass, NEG_INF)
+            view = dataclasses.replace(view, estimate=state.means._replace(log_mass=log_mass))
+        return view, state
 
     def on_prompt(self, cache: KVCache, state: Pages, step: Step) -> tuple[None, Pages]:
         """Indexes everything live; slots are in the order of positions when a prompt ends."""
@@ -264,22 +233,8 @@ class Quest(SharedRecall):
             bounds = page_bounds(keys, slot, *size)
         else:
             bounds = self._around(moments[0], keys.dtype)
-        pages = Pages(*bounds, self._pages_budget(cache), means, newest, state.held)
-        return None, step.of_rows(self._selected(cache, pages, step), state)
-
-    def on_flush(self, cache: KVCache, state: Pages, step: Step) -> tuple[None, Pages]:
-        """Selects pages for the next steps by the last query, if steps share a selection."""
-        return None, self._selected(cache, state, step)
-
-    def _selected(self, cache: KVCache, state: Pages, step: Step) -> Pages:
-        """Holds the pages that the last query chooses, if steps share a selection."""
-        if state.held is None:
-            return state
-        chosen, log_mass = self._chosen(
-            cache, state, step.query[:, :, -1:], step.options.window, step.implementation
-        )
-        held = self.hold(cache, chosen, cache.used, self.select_every, log_mass)
-        return dataclasses.replace(state, held=held)
+        pages = Pages(*bounds, self._pages_budget(cache), means, newest)
+        return None, step.of_rows(pages, state)
 
     # Whether the index has means of pages.
     _has_moments = property(lambda self: self.estimate or self.spread is not None)

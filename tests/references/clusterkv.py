@@ -27,10 +27,6 @@ class Recalling:
         self.heads: list[Slots] = []
         self.prompt_length = 0  # 1 + the newest position when the last prompt was complete
         self.stale = True  # whether the index is not of all tokens of the prompt
-        self.select_every = 1  # decode steps that share a selection
-        self.shared: list[list[int]] = []  # the selection that they share
-        self.newer: list[int] = []  # positions since it was made
-        self.last_query: np.ndarray | None = None
 
     def index(self) -> None:
         """Called when a prompt is complete that brought tokens, and before the first step."""
@@ -63,37 +59,16 @@ class Recalling:
         self.stale |= bool(np.any(np.asarray(positions) >= 0))
         if last and self.stale:
             self.prompt_length = max(slots.length for slots in self.heads)
-            self.complete(q, positions)
+            self.index()
+            self.stale = False
         return out
-
-    def complete(self, q: np.ndarray, positions: np.ndarray) -> None:
-        """Makes the index behind a prompt, and the selection that the next steps share."""
-        self.index()
-        self.stale = False
-        if self.select_every == 1:
-            return
-        there = np.flatnonzero(np.asarray(positions) >= 0)
-        if len(there):
-            self.last_query = q[:, there[-1]]
-            self.share()
-        else:
-            self.shared = [[] for _ in range(len(q) if self.per_query_head else len(self.heads))]
-
-    def share(self) -> None:
-        """Makes the selection that the next steps share, by the last query."""
-        self.shared, self.newer = self.select(self.last_query), []
 
     def decode(
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int
     ) -> tuple[np.ndarray, list[list[int]]]:
         """q [Q, D], k and v [H, D] of one token -> out [Q, D], the selected positions."""
         self._append(k[:, None], v[:, None], [position])
-        if self.select_every > 1:
-            self.last_query = q  # a flush looks with it
-            self.newer.append(int(position))
-            selected = [[*shared, *self.newer] for shared in self.shared]
-        else:
-            selected = self.select(q)
+        selected = self.select(q)
         out = self.attend_selected(q, position, selected)
         self.update()
         return out, selected
@@ -285,12 +260,11 @@ class ClusterKV(Recalling):
         group_reduce: str = "max",
         most_clusters: float = math.inf,
         estimate: bool = False,
-        select_every: int = 1,
         **options: float | None,
     ) -> None:
         super().__init__(per_query_head, **options)
         self.budget, self.draw, self.most_clusters = budget, draw, most_clusters
-        self.estimate, self.select_every = estimate, select_every
+        self.estimate = estimate
         self.tokens_per_cluster, self.sinks, self.clusters = tokens_per_cluster, sinks, clusters
         self.interval, self.new_clusters = interval, new_clusters
         self.iterations, self.metric = iterations, metric
@@ -355,12 +329,7 @@ class ClusterKV(Recalling):
         self.make_room(1)
 
     def make_room(self, steps: int) -> None:
-        """Clusters the generated tokens if there are more than `interval` after `steps` more.
-
-        Makes the selection that the next steps share of what there was before.
-        """
-        if self.last_query is not None:
-            self.share()
+        """Clusters the generated tokens if there are more than `interval` after `steps` more."""
         for head, index in enumerate(self.indices):
             if len(index.unclustered) + steps <= self.interval or not index.unclustered:
                 continue
@@ -372,18 +341,7 @@ class ClusterKV(Recalling):
                 index.clusters += self._cluster(head, index.unclustered, count)
             else:
                 self._join(head, index.clusters[-1], index.unclustered)
-            self._reorder(head, index)
             index.unclustered = []
-
-    def _reorder(self, head: int, index: HeadIndex) -> None:
-        """Lists what has just been clustered in its new order, in selections that are shared."""
-        if self.last_query is None:
-            return
-        new = set(index.unclustered)
-        order = [p for cluster in index.clusters for p in cluster.members if p in new]
-        lists = len(self.shared) // len(self.heads)
-        for i in range(head * lists, (head + 1) * lists):
-            self.shared[i] = [p for p in self.shared[i] if p not in new] + order
 
     def _join(self, head: int, cluster: Cluster, positions: list[int]) -> None:
         keys = [token.key for token in self.heads[head].tokens if token.position in positions]

@@ -66,12 +66,11 @@ class Quest(Recalling):
         first_page: bool = True,
         spread: float | None = None,
         estimate: bool = False,
-        select_every: int = 1,
         **options: float | None,
     ) -> None:
         super().__init__(per_query_head, **options)
         self.budget, self.page, self.first_page, self.spread = budget, page, first_page, spread
-        self.estimate, self.select_every = estimate, select_every
+        self.estimate = estimate
 
     def bounds(self, slots: Slots) -> tuple[np.ndarray, np.ndarray]:
         """Lower and upper bounds of every channel, [P, D]."""
@@ -95,11 +94,6 @@ class Quest(Recalling):
             return []
         pages = self.pages(self.heads[head])
         return [(p, 1.0, None) for p in pages if p[0] not in chosen and p[0] >= self.first]
-
-    def flush(self, room: int) -> None:
-        """Makes the selection of the next steps."""
-        if self.last_query is not None:
-            self.share()
 
     def select(self, q: np.ndarray) -> list[list[int]]:
         """The positions of the pages taken, ascending."""

@@ -108,9 +108,8 @@ def compositions(budget: int) -> dict:
             clusterkv(budget, per_query_head=True, estimate=True), kvjax.Offload(recent_steps=2)
         ),
         "quest_by_means": quest(budget, spread=1.0, estimate=True),
-        "quest_shared": quest(budget, spread=1.0, estimate=True, select_every=3),
-        "quest_offload": chain(quest(budget, select_every=3), kvjax.Offload(interval=3)),
-        "snapkv_clusterkv": chain(snapkv(budget + 4), clusterkv(budget, select_every=2)),
+        "quest_offload": chain(quest(budget), kvjax.Offload(interval=3)),
+        "snapkv_clusterkv": chain(snapkv(budget + 4), clusterkv(budget)),
         **quantised(budget),
         "h2o_codebook": chain(kvjax.H2O(budget=budget), kvjax.Codebook(capacity=1.0)),
         "spindlekv_unfold": one_layer(spindlekv(1.0 if enough else 0.5, unfold=True)),
@@ -207,7 +206,7 @@ SLOW = {
     "every_kvcrush", "every_kvmerger", "float_h2o", "head_groups", "infinigen", "kvcrush",
     "kvcrush_h2o", "h2o_codebook", "layer_budget", "outlier_heads", "per_layer",
     "kvzip_fit", "pyramidinfer_paper", "pyramidkv", "quest", "quest_by_means", "quest_offload",
-    "quest_shared", "reposition", "ring",
+    "reposition", "ring",
     "ring_quantize", "snapkv_clusterkv", "spindlekv", "spindlekv_unfold", "when_full",
     *set(quantised(BUDGET)) - {"quantize"},
 }  # fmt: skip

@@ -317,8 +317,8 @@ class RecallingPair(Pair):
         if last and reference.stale:
             reference.prompt_length = max(slots.length for slots in reference.heads)
             reference.heads = [self._held(row, head) for head in range(self.kv_heads)]
-            reference.indices = []
-            reference.complete(q, positions)
+            reference.indices, reference.stale = [], False
+            reference.index()
         return out
 
     def _held(self, row: int, head: int) -> Slots:

@@ -61,7 +61,7 @@ class Row(reference.ClusterKV):
     def __init__(self, tx: ClusterKV, most: int):
         fields = (
             "tokens_per_cluster", "sinks", "interval", "new_clusters", "iterations", "chunk",
-            "clusters", "metric", "per_query_head", "group_reduce", "estimate", "select_every",
+            "clusters", "metric", "per_query_head", "group_reduce", "estimate",
         )  # fmt: skip
         options = {name: getattr(tx, name) for name in fields}
         super().__init__(tx.budget, drawn(tx.seed), most_clusters=most, **options)
@@ -220,10 +220,6 @@ CASES = {
     "all at once": {"chunk": None},
     "nothing new is clustered": {"interval": 10_000},
     "estimate": {"estimate": True},
-    "shared by four steps": {"select_every": 4},
-    "shared by query heads": {
-        "select_every": 5, "per_query_head": True, "estimate": True, "new_clusters": None,
-    },
     "estimate by query head, few clusters": {
         "estimate": True, "per_query_head": True, "tokens_per_cluster": 20, "chunk": 32,
     },
@@ -275,7 +271,6 @@ TURNS = {
     "a number of clusters outright": {"clusters": 4},
     "room for few clusters": {"tokens_per_cluster": 40},
     "estimate": {"estimate": True},
-    "shared": {"select_every": 3, "estimate": True},
 }
 
 

@@ -45,13 +45,13 @@ class QuestPair(RecallingPair):
 
 def pair(
     budget=12, page=4, per_query_head=False, *, first_page=True, spread=None, estimate=False,
-    select_every=1, **options
+    **options
 ) -> QuestPair:  # fmt: skip
-    tx = Quest(budget, page, per_query_head, (), first_page, spread, estimate, select_every)
+    tx = Quest(budget, page, per_query_head, (), first_page, spread, estimate)
 
     def row(**attention):
         return reference.Quest(
-            budget, page, per_query_head, first_page, spread, estimate, select_every, **attention
+            budget, page, per_query_head, first_page, spread, estimate, **attention
         )
 
     options = {"heads": (2, 2), "width": 104, "max_new": 80, **options}
@@ -79,12 +79,6 @@ CASES = {
     },
     "estimate behind SnapKV": {"before": BEFORE, "estimate": True},
     "estimate behind KVMerger": {"before": kvjax.KVMerger(0.5), "estimate": True, "spread": 1.0},
-    "shared by three steps": {"budget": 16, "page": 4, "select_every": 3},
-    "shared by seven steps, estimate, per query head": {
-        "budget": 0.3, "page": 5, "select_every": 7, "estimate": True, "per_query_head": True
-    },
-    "shared in a window": {"budget": 24, "page": 8, "window": 40, "select_every": 4},
-    "shared behind SnapKV": {"before": BEFORE, "select_every": 2, "estimate": True},
     "tiny share": {"budget": 0.01, "page": 5},
     "single tokens": {"budget": 9, "page": 1},
     # Pages outside the window are not taken; of one that is, the window hides some tokens.

@@ -151,12 +151,7 @@ class Offload(KVTransform):
         return cache.replace(k=k, v=v), resident
 
     def select(self, view: View, state: Resident, query: Array) -> tuple[View, Resident]:
-        """Collects the selected rows: recent ones, resident ones, and others from the host.
-
-        Rows that the selecting method holds itself are on the device already.
-        """
-        if view.rows is not None:
-            return view, state
+        """Collects the selected rows: recent ones, resident ones, and others from the host."""
         k: Offloaded = view.cache.k
         v: Offloaded = view.cache.v
         index, length = view.index, view.cache.lists[1]

@@ -9,21 +9,21 @@ from typing import TypeVar, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from kvjax.budgets.budgets import Budget, check_budget, most_slots, slots_for
 from kvjax.cache.payload import take_slots, write_slots
-from kvjax.cache.slots import NEG_INF, STORED_SLOT, KVCache
+from kvjax.cache.slots import STORED_SLOT, KVCache
 from kvjax.checks import check_choice, check_count, check_flag
 from kvjax.decisions import Order
 from kvjax.devices import all_heads
-from kvjax.protocol import Card, Estimate, Extent, Needs, Step, View
+from kvjax.protocol import Card, Extent, Needs, Step, View
 from kvjax.serialization import named
 from kvjax.transforms.clusterkv.chunks import KMeansOptions, Metric, Points, cluster, cluster_chunks
 from kvjax.transforms.clusterkv.clusters import Clusters, where_heads
 from kvjax.transforms.clusterkv.recalled import GroupReduce, Ranking, recalled_slots, unread
 from kvjax.transforms.random import check_seed, layer_key, uniform
-from kvjax.transforms.recall import Held, SharedRecall, of_lists
+from kvjax.transforms.recall import Recall, of_lists
 from pallas_kernels.base.varying import varying
 
 # Default size of clusters: a budget holds at least RECALLED of them, unless they would then have
@@ -34,13 +34,12 @@ RECALLED, SMALLEST = 12, 8
 BEHIND, LAST = np.int32(2**30), np.int32(2**31 - 1)
 
 Counts = TypeVar("Counts", Array, np.ndarray)  # NumPy computes static bounds by the same formulas
-# The index, the random key of the layer's draws, and what several steps share.
-Index = tuple[Clusters, Array, Held | None]
+Index = tuple[Clusters, Array]  # the index, and the random key of the layer's draws
 
 
 @named("clusterkv")
 @dataclass(frozen=True)
-class ClusterKV(SharedRecall):
+class ClusterKV(Recall):
     """Keeps everything, and attends to the clusters of tokens with the highest `q · centroid`.
 
     At the prompt's end the keys of each KV head, except the first `sinks`, are clustered by k-means
@@ -89,9 +88,6 @@ class ClusterKV(SharedRecall):
         number of these tokens is added to its logit. So every token counts once. In attention with
         a sliding window, a cluster does so if all its tokens are visible. The means of values are
         as large as the centroids.
-      select_every: decode steps that share a selection. A selection is made at a prompt's end and
-        by `kvjax.flush`, by the last query before it, and its rows are held: as many bytes as the
-        budget. With 1, each step selects by its own query.
 
     Raises:
       TypeError, ValueError: a number out of range; `budget` below `sinks + 1`; an unknown metric.
@@ -108,17 +104,17 @@ class ClusterKV(SharedRecall):
       arXiv 2505.02922, for `estimate`.
 
     Deviations from the paper:
-      The paper has no `estimate` and no `select_every`. Its method is `ClusterKV(budget,
-      tokens_per_cluster=80, new_clusters=4, iterations=20, chunk=None, per_query_head=True)`.
-      Clustering is not overlapped with the attention of its layer. The paper has no further turns.
-      Here the tokens of a further turn are clustered among themselves, and existing clusters stay.
-      Everything is clustered anew in these cases: the turn has more than `chunk` tokens; a method
-      before has evicted or merged clustered tokens; there is no room for more clusters; the prompt
-      before was shorter than `sinks`, so that tokens of this one are sinks too; or `clusters` is
-      given, which is the number of all clusters. A row that got no token in some steps has fewer
-      than `interval` new tokens when a flush must make room. They are clustered all the same, and
-      join the row's last cluster if there is no room for further clusters. Behind a method that
-      evicts or merges, the sinks are the first tokens that remain.
+      The paper has no `estimate`. Its method is `ClusterKV(budget, tokens_per_cluster=80,
+      new_clusters=4, iterations=20, chunk=None, per_query_head=True)`. Clustering is not overlapped
+      with the attention of its layer. The paper has no further turns. Here the tokens of a further
+      turn are clustered among themselves, and existing clusters stay. Everything is clustered anew
+      in these cases: the turn has more than `chunk` tokens; a method before has evicted or merged
+      clustered tokens; there is no room for more clusters; the prompt before was shorter than
+      `sinks`, so that tokens of this one are sinks too; or `clusters` is given, which is the number
+      of all clusters. A row that got no token in some steps has fewer than `interval` new tokens
+      when a flush must make room. They are clustered all the same, and join the row's last cluster
+      if there is no room for further clusters. Behind a method that evicts or merges, the sinks are
+      the first tokens that remain.
     """
 
     budget: Budget
@@ -135,18 +131,14 @@ class ClusterKV(SharedRecall):
     dense_layers: tuple[int, ...] = (0, 1)
     seed: int = 0
     estimate: bool = False
-    select_every: int = 1
 
     card = Card(
         acts="prompt, every 320 tokens", paper="ClusterKV, arXiv 2412.03213", when="later",
         small={"tokens_per_cluster": 4, "sinks": 2, "interval": 3, "new_clusters": 2},
     )  # fmt: skip
     minimum = property(lambda self: self.sinks + 1)  # the smallest workable budget
-
-    @property
-    def needs(self) -> Needs:
-        """A fixed number of clusters makes every prompt's end cluster all tokens anew."""
-        return super().needs._replace(reordered_slots=self.clusters is not None)
+    # A fixed number of clusters makes every prompt's end cluster all tokens anew.
+    needs = property(lambda self: Needs(reordered_slots=self.clusters is not None))
 
     def __post_init__(self):
         super().__post_init__()
@@ -164,93 +156,42 @@ class ClusterKV(SharedRecall):
 
     def extent(self, extent: Extent) -> Extent:
         """Sets the interval of flushes, also where a method before has another one."""
-        interval = min(self.interval, self.select_every) if self._holds else self.interval
-        return dataclasses.replace(extent, interval=interval)
+        return dataclasses.replace(extent, interval=self.interval)
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Index]:
         """Makes an index without clusters, and the random key of the layer's draws."""
         batch, kv_heads, slots = cache.shape
         listed = min(most_slots(self.budget, cache.max_prompt, self.minimum), slots)
         cache = self.with_lists(cache, max(listed, self.minimum))
-        clusters = self._no_clusters(cache, jnp.zeros((batch, kv_heads), jnp.int32))
-        log_mass = None
-        if self.estimate:
-            log_mass = of_lists(jnp.full(clusters.sizes.shape, NEG_INF, jnp.float32), cache)
-        held = self.nothing_held(cache, self._most_newer(cache), log_mass)
-        return cache, (clusters, layer_key(self.seed, layer), held)
+        no_sinks = jnp.zeros((batch, kv_heads), jnp.int32)
+        return cache, (self._no_clusters(cache, no_sinks), layer_key(self.seed, layer))
 
     def select(self, view: View, state: Index, query: Array) -> tuple[View, Index]:
         """Selects the sinks, the clusters with the highest `q · μ`, and all recent tokens."""
-        cache, (clusters, key, held) = view.cache, state
-        if held is not None:
-            view, held = self.held_view(view, held, self._most_newer(cache))
-            if self.estimate:
-                means = Estimate(clusters.centroids, clusters.values, held.log_mass)
-                view = dataclasses.replace(view, estimate=means)
-            return view, (clusters, key, held)
+        cache, (clusters, _) = view.cache, state
         slots, recent = self._recent(cache, clusters)
-        fixed = self.sinks if view.window is None else 0
-        chosen, estimate = self._chosen(cache, clusters, query, view.window, view.implementation)
+        fixed = self.sinks
+        if view.window is not None:
+            clusters, fixed = clusters.seen(cache, view.window), 0
+        chosen, order = recalled_slots(
+            query.reshape(*cache.shape[:2], cache.group, -1), clusters, cache.lists[1],
+            self._likely(cache),
+            Ranking(self.per_query_head, self.group_reduce, view.implementation),
+        )  # fmt: skip
         recent = of_lists(jnp.where(recent, slots, -1), cache)
         # A new token behind the last recent slot is in no list: attention cannot see it.
         invisible = (slots[..., -1:] < view.slots) & (view.slots < cache.slots)
         dropped = cache.dropped + invisible.sum(-1, dtype=jnp.int32)
         view = dataclasses.replace(view, cache=cache.replace(dropped=dropped))
         view = view.take(jnp.concatenate((chosen, recent), axis=-1), fixed=fixed)
-        return dataclasses.replace(view, estimate=estimate), state
-
-    def _chosen(
-        self,
-        cache: KVCache,
-        clusters: Clusters,
-        query: Float[Array, "B Q 1 D"],
-        window: int | None,
-        implementation: str | None,
-    ) -> tuple[Int[Array, "B K N"], Estimate | None]:
-        """Returns sinks and the slots of the best clusters, and what stands for all others."""
-        if window is not None:
-            clusters = clusters.seen(cache, window)
-        length, likely = cache.lists[1], self._likely(cache)
-        chosen, order = recalled_slots(
-            query.reshape(*cache.shape[:2], cache.group, -1), clusters, length, likely,
-            Ranking(self.per_query_head, self.group_reduce, implementation),
-        )  # fmt: skip
-        if not self.estimate:
-            return chosen, None
-        return chosen, clusters.estimate(unread(clusters, order, length))
-
-    def _held(
-        self,
-        cache: KVCache,
-        clusters: Clusters,
-        source: Int[Array, "B H S"],
-        step: Step,
-    ) -> Held | None:
-        """Holds what the last query chooses, if steps share a selection.
-
-        Args:
-          cache: its slots are about to be moved.
-          clusters: those that there will be then, or some of them.
-          source: the slot that each slot's token is in now.
-        """
-        if not self._holds:
-            return None
-        moved = cache.replace(position=take_slots(cache.position, source))
-        query = step.query[:, :, -1:]
-        chosen, estimate = self._chosen(
-            moved, clusters, query, step.options.window, step.implementation
-        )
-        log_mass = None if estimate is None else estimate.log_mass
-        room = self._most_newer(cache)
-        return self.hold(cache, chosen, clusters.clustered, room, log_mass, source)
-
-    def _most_newer(self, cache: KVCache) -> int:
-        """Returns the most tokens that are read behind a selection that steps share."""
-        return min(self.interval, max(cache.max_new, 1)) + self.select_every
+        if self.estimate:
+            estimate = clusters.estimate(unread(clusters, order, cache.lists[1]))
+            view = dataclasses.replace(view, estimate=estimate)
+        return view, state
 
     def on_prompt(self, cache: KVCache, state: Index, step: Step) -> tuple[Order, Index]:
         """Clusters everything except the sinks; in a further turn only new tokens, if possible."""
-        clusters, key, held = state
+        clusters, key = state
         slot = jax.lax.broadcasted_iota(jnp.int32, cache.shape, 2)
         empty = varying(self._no_clusters(cache, jnp.minimum(cache.used, self.sinks)), cache.k)
         if STORED_SLOT not in cache.columns:  # a first prompt
@@ -260,9 +201,7 @@ class ClusterKV(SharedRecall):
             place, made = self._cluster_further(cache, clusters, empty, key, step)
         # A stable sort keeps the order of positions within a cluster.
         source = jax.lax.sort((place, slot), dimension=2, num_keys=1)[-1]
-        made = step.of_rows(made, clusters)
-        held = step.of_rows(self._held(cache, made, source, step), held)
-        return Order(source), (made, key, held)
+        return Order(source), (step.of_rows(made, clusters), key)
 
     def _cluster_further(
         self, cache: KVCache, clusters: Clusters, empty: Clusters, key: Array, step: Step
@@ -358,38 +297,10 @@ class ClusterKV(SharedRecall):
 
     def on_flush(self, cache: KVCache, state: Index, step: Step) -> tuple[Order, Index]:
         """Clusters the recent tokens of rows that have no room for those of the next steps."""
-        clusters, key, _ = state
+        clusters, key = state
         slots, recent = self._recent(cache, clusters)
         due = all_heads(recent.sum(-1), cache.heads).max(1) + step.room > slots.shape[2]
         members = recent & due[:, None, None]
-
-        def clustered() -> tuple[Int[Array, "B H N"], Clusters]:
-            return varying(
-                self._cluster_recent(cache, clusters, key, slots, members, step), cache.k
-            )
-
-        if self._holds:
-            # A flush after every few steps has nothing to cluster most of the time.
-            source, made = jax.lax.cond(
-                due.any(), clustered, lambda: varying((slots, clusters), cache.k)
-            )
-        else:
-            source, made = clustered()
-        # What has just been clustered is read as before until the next flush.
-        place = jax.lax.broadcasted_iota(jnp.int32, cache.shape, 2)
-        held = self._held(cache, clusters, write_slots(place, slots, source), step)
-        return Order(source, slots), (made, key, held)
-
-    def _cluster_recent(
-        self,
-        cache: KVCache,
-        clusters: Clusters,
-        key: Array,
-        slots: Int[Array, "B H N"],
-        members: Bool[Array, "B H N"],
-        step: Step,
-    ) -> tuple[Int[Array, "B H N"], Clusters]:
-        """Clusters generated tokens; returns the slots in their new order, and all clusters."""
         count = members.sum(-1, dtype=jnp.int32)
         most = min(self._most_new(cache), slots.shape[2])
         wanted = self._new_clusters_of(count, clusters.per_cluster[:, None])
@@ -403,7 +314,8 @@ class ClusterKV(SharedRecall):
         # Slots that are not clustered keep their places behind all others.
         label = jnp.where(members, clustering.label, most + 1)
         order = label, jnp.where(members, tokens.position, place), slots
-        return jax.lax.sort(order, dimension=2, num_keys=2)[-1], clusters
+        source = jax.lax.sort(order, dimension=2, num_keys=2)[-1]
+        return Order(source, slots), (clusters, key)
 
     def _tokens(
         self, cache: KVCache, key: Array, slots: Int[Array, "B H N"], members: Bool[Array, "B H N"]
