@@ -9,6 +9,7 @@ from .attention.attend import attend as attend
 from .attention.attend import begin_document as begin_document
 from .attention.flush import flush as flush
 from .attention.flush import flush_interval as flush_interval
+from .attention.flush import self_flushing as self_flushing
 from .attention.init_cache import init_cache as init_cache
 from .attention.kept_tokens import kept_tokens as kept_tokens
 from .attention.layer import LayerCache as LayerCache

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from kvjax.attention.call import Call, Tokens, query_heads
+from kvjax.attention.flush import flushed_before_step, flushed_behind_prompt
 from kvjax.attention.layer import (
     Cache,
     LayerCache,
@@ -66,7 +67,8 @@ def attend(
 
     In order: append, select, attention, and what the transform decides about a decode step or about
     a prompt that is complete, whose cache then has its capacity. A cache whose `kv.interval` is M
-    is flushed every M decode steps: see `flush`. Attention is exact over what is live,
+    is flushed every M decode steps, by the loop (see `flush`) or, where `self_flushing` has made
+    it, by itself. Attention is exact over what is live,
     `softmax(scale · q·k + log_mass) v`, each query seeing the positions up to its own. With
     `sinks`, a slot of logit x[s] has the weight `exp(x[s]) / (exp(sinks[h]) + Σ exp(x))` for query
     head h. It is for inference alone and has no gradient.
@@ -280,12 +282,16 @@ def _attend_rectangle(
     cache: LayerCache | Reading, tokens: Tokens, call: Call
 ) -> tuple[Array, LayerCache | Reading]:
     """Makes a decode step, or reads a chunk of a prompt, which the last one completes."""
+    like = tokens.q, tokens.k, tokens.v
     if call.phase == "decode":
+        count = tokens.q.shape[2]
+        cache = flushed_before_step(cache, count, call.implementation, *like)
         return decode(cache, tokens, call)
     reading = begin(cache)
     out, reading = (read if call.phase == "prompt" else look)(reading, tokens, call)
     if call.last:
-        return out, compress(reading, call.implementation)
+        cache = compress(reading, call.implementation)
+        return out, flushed_behind_prompt(cache, reading.rows, call.implementation, *like)
     return out, dataclasses.replace(reading, rope=for_keeping(reading.rope))
 
 

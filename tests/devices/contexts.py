@@ -155,15 +155,29 @@ def sinks() -> bool:
     return all(same_layer(tx, "xla", own) for tx in (every, both, quest))
 
 
-def same_layer(tx: kvjax.KVTransform, implementation: str, sinks=None) -> bool:
-    """Whether a layer's outputs on eight devices are those on one, without a model."""
+def flushes_itself() -> bool:
+    """Caches that flush themselves do so on each device."""
+    every = kvjax.Every(kvjax.SnapKV(24, window=8), steps=1)
+    both = kvjax.HeadGroups((((0, 3), kvjax.H2O(24)), ((1, 2), every)))
+    return all(same_layer(tx, "xla", flushes_itself=True) for tx in (every, both))
+
+
+def same_layer(
+    tx: kvjax.KVTransform, implementation: str, sinks=None, flushes_itself=False
+) -> bool:
+    """Whether a layer's outputs on eight devices are those on one, without a model.
+
+    One device is given the flushes.
+    """
     calls = (64, "prompt", True), (1, "decode", True), (1, "decode", True)
     run = jax.jit(
-        conversation, static_argnums=(0, 1, 2), static_argnames=("mesh", "implementation")
+        conversation,
+        static_argnums=(0, 1, 2),
+        static_argnames=("mesh", "implementation", "flushes_itself"),
     )
     (one, _), (many, _) = (
         run(tx, calls, 64, *arrays(2, 4, 8, 66, 16), mesh=mesh, implementation=implementation,
-            sinks=sinks)
+            sinks=sinks, flushes_itself=flushes_itself and mesh is not None)
         for mesh in (None, jax.make_mesh((2, 4), ("data", "tensor")))
     )  # fmt: skip
     return all(np.allclose(a, b, **TOLERANCES["float32"]) for a, b in zip(one, many, strict=True))
@@ -185,6 +199,7 @@ CHECKS = {
     "refused": refused,
     "kernels": kernels,
     "sinks": sinks,
+    "flushes itself": flushes_itself,
 }
 
 
