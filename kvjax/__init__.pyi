@@ -7,6 +7,7 @@ from . import kit as kit
 from . import testing as testing
 from .attention.attend import attend as attend
 from .attention.attend import begin_document as begin_document
+from .attention.dropped import check_dropped as check_dropped
 from .attention.flush import flush as flush
 from .attention.flush import flush_interval as flush_interval
 from .attention.flush import self_flushing as self_flushing
