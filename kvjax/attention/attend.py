@@ -31,8 +31,8 @@ from kvjax.attention.parts import (
     rope_specs,
     sinks_specs,
 )
-from kvjax.attention.prompt import begin, compress, look, read
-from kvjax.attention.step import decode
+from kvjax.attention.prompt import begin, compress, look, read, read_only
+from kvjax.attention.step import attend_only, decode
 from kvjax.cache.rope import Rope, check_rope
 from kvjax.cache.slots import as_positions
 from kvjax.checks import as_scale, check_array, check_choice, check_logits
@@ -48,8 +48,8 @@ def attend(
     transform: KVTransform,
     cache: Cache,
     q: Float[Array, "B Q T D"],
-    k: Float[Array, "B H T D"],
-    v: Float[Array, "B H T D"],
+    k: Float[Array, "B H T D"] | None,
+    v: Float[Array, "B H T D"] | None,
     positions: Int[Array, "B T"],
     *,
     phase: Phase,
@@ -78,6 +78,10 @@ def attend(
       cache: from `init_cache` or the call before. Donate it.
       q, k, v: of the new tokens, query head h belonging to KV head `h // (Q / H)`. Rotated, unless
         `rope` is given.
+        Without k and v (None), the queries attend to what the cache holds up to their positions,
+        and it stays as it is: a loop's token that it holds already, or a layer that shares the keys
+        and values of another one. So they do in `"prompt"`, over a prompt that is not complete, to
+        which `last=True` puts an end. No method takes notice of such queries.
       positions: token positions, counted from 0, as an array or a list of lists; -1 marks padding,
         which is not stored and gives 0.
       phase: `"prompt"` or `"decode"` (static). The number of tokens never decides. `"probe"`: the
@@ -134,6 +138,8 @@ def attend(
     asks = phase == "prompt" and any(probe is not None and probe.inputs for probe in probes)
     tokens = Tokens(q, k, v, as_positions(positions), predicted_query, inputs if asks else None)
     _check_tokens(tokens)
+    if k is None:
+        _check_queries_alone(cache, phase)
     if asks:
         _check_inputs(transform, inputs, tokens.positions.shape)
     check_rope(rope, q.shape[3])
@@ -172,7 +178,8 @@ def _attend_in_automatic_mode(
 ) -> tuple[Array, Cache]:
     """Divides the results as the cache is divided, or as `q` and `k` where that has no mesh."""
     placement = placement_of(cache)
-    queries, keys = (jax.typeof(x).sharding.spec for x in (tokens.q, tokens.k))
+    by_queries = tokens.q if tokens.k is None else tokens.k
+    queries, keys = (jax.typeof(x).sharding.spec for x in (tokens.q, by_queries))
     rows, heads = queries[0], keys[1]
     if placement is not None:
         if placement.mesh.shape != mesh.shape:
@@ -201,11 +208,13 @@ def _attend_placed(
         return attend(cache, tokens, call)
     rows, heads = placement.rows_axis(len(tokens.q)), placement.heads_axis
     by_head, by_row = PartitionSpec(rows, heads), PartitionSpec(rows)
-    predicted = None if tokens.predicted is None else by_head
+    predicted, keys, values = (
+        None if x is None else by_head for x in (tokens.predicted, tokens.k, tokens.v)
+    )
     inputs = jax.tree.map(lambda _: by_row, tokens.inputs)
     specs = (
         cache_specs(cache),
-        Tokens(by_head, by_head, by_head, by_row, predicted, inputs),
+        Tokens(by_head, keys, values, by_row, predicted, inputs),
         dataclasses.replace(
             call, rope=rope_specs(call.rope, rows), options=sinks_specs(call.options, heads)
         ),
@@ -266,7 +275,7 @@ def _attend_layer(
     """Attends with every head group over its own rectangle of slots, and restores their order."""
     if not isinstance(transform, HeadGroups):
         return _attend_rectangle(cache, tokens, call)
-    group = tokens.q.shape[1] // tokens.k.shape[1]
+    group = tokens.q.shape[1] // transform.kv_heads
     outs, caches, order = [], [], []
     for heads, part in zip(transform.heads_in(cache), cache, strict=True):
         new = tokens.of_heads(heads, group), call.of_heads(heads, group)
@@ -283,6 +292,11 @@ def _attend_rectangle(
 ) -> tuple[Array, LayerCache | Reading]:
     """Makes a decode step, or reads a chunk of a prompt, which the last one completes."""
     like = tokens.q, tokens.k, tokens.v
+    if tokens.k is None:
+        if call.phase == "decode":
+            return attend_only(cache, tokens, call), cache
+        out = read_only(cache, tokens, call)
+        return out, compress(cache, call.implementation) if call.last else cache
     if call.phase == "decode":
         count = tokens.q.shape[2]
         cache = flushed_before_step(cache, count, call.implementation, *like)
@@ -297,15 +311,18 @@ def _attend_rectangle(
 
 def _check_tokens(tokens: Tokens) -> None:
     q, k, v, positions, predicted, _ = tokens
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    if (k is None) != (v is None):
+        raise TypeError("k and v are given together, or neither of them, got one of them")
+    heads = {"q": q} if k is None else {"q": q, "k": k, "v": v}
+    for name, x in heads.items():
         check_array(name, x)
         if x.ndim != 4:
             raise ValueError(f"{name} must be [B, heads, T, D], got shape {x.shape}")
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"{name} must be floating, got {x.dtype}")
     batch, query_heads, count, head_dim = q.shape
-    kv_heads = k.shape[1]
-    if k.shape != (batch, kv_heads, count, head_dim) or v.shape != k.shape:
+    kv_heads = query_heads if k is None else k.shape[1]
+    if k is not None and (k.shape != (batch, kv_heads, count, head_dim) or v.shape != k.shape):
         raise ValueError(
             "k and v must be [B, H, T, D] with the B, T and D of q, got "
             f"q {q.shape}, k {k.shape}, v {v.shape}"
@@ -367,10 +384,11 @@ def _check_sinks(sinks, query_heads: int) -> None:
 
 def _check_cache(transform: KVTransform, cache: Cache, tokens: Tokens, call: Call) -> None:
     """Raises unless the cache is the transform's, of these heads, and ready for the call."""
+    batch, query_heads, *rest = tokens.q.shape
+    kv_heads = _kv_heads(cache) if tokens.k is None else tokens.k.shape[1]
     if not isinstance(transform, HeadGroups):
-        _check_rectangle(transform, cache, tokens.q.shape, tokens.k.shape, call)
+        _check_rectangle(transform, cache, tokens.q.shape, (batch, kv_heads, *rest), call)
         return
-    (batch, query_heads, *rest), kv_heads = tokens.q.shape, tokens.k.shape[1]
     transform.check_heads(kv_heads)
     if not isinstance(cache, tuple) or len(cache) != len(transform.groups):
         actual = f"{len(cache)} of them" if isinstance(cache, tuple) else type(cache).__name__
@@ -419,6 +437,25 @@ def _check_rectangle(
         raise ValueError(
             f"{transform!r} compresses or selects while decoding: give it one token a step, got "
             f"{q[2]}"
+        )
+
+
+def _kv_heads(cache: Cache) -> int:
+    """Counts the KV heads of a layer's cache."""
+    kvs = [part.kv for part in layer_caches(cache)]
+    return sum(kv.shape[1] // kv.unfolded for kv in kvs)
+
+
+def _check_queries_alone(cache: Cache, phase: Phase) -> None:
+    """Raises ValueError unless there is something that queries without keys can attend to."""
+    if phase == "probe":
+        raise ValueError("tokens that look at a prompt need k and v, got None for phase='probe'")
+    if phase == "prompt" and not all(
+        isinstance(part, Reading) and part.phase for part in layer_caches(cache)
+    ):
+        raise ValueError(
+            "queries without k and v attend to a prompt that has been read with last=False, got "
+            "phase='prompt' without one"
         )
 
 

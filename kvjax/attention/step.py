@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.attention.call import Call, Tokens, add_attention, key_positions, query_positions
+from kvjax.attention.call import (
+    Call,
+    Tokens,
+    add_attention,
+    held_query_positions,
+    key_positions,
+    query_positions,
+)
 from kvjax.attention.layer import LayerCache
 from kvjax.cache.payload import Dense
 from kvjax.cache.slots import append
@@ -48,6 +56,27 @@ def decode(
     )  # fmt: skip
     kv, state = decide_parts(transform, kv, state, step)
     return out.astype(q.dtype), dataclasses.replace(cache, kv=kv, state=state, window=window)
+
+
+def attend_only(cache: LayerCache, tokens: Tokens, call: Call) -> Float[Array, "B Q T D"]:
+    """Attends to what the cache holds: queries alone, of which the transform takes no notice."""
+    transform, needs, positions = cache.transform, cache.transform.needs, tokens.positions
+    if not needs.predicted_query:
+        tokens = tokens._replace(predicted=None)
+    if call.rope is not None and not needs.unrotated_keys:
+        tokens = tokens.rotated(call.rope)
+    q, kv, rotation = tokens.q, cache.kv, None
+    nowhere = jnp.full((*kv.shape[:2], q.shape[2]), kv.slots, jnp.int32)
+    view = View(
+        kv, nowhere, window=call.options.window, implementation=call.implementation,
+        requested=on_request(predicted=tokens.predicted),
+    )  # fmt: skip
+    view, _ = selected_by(transform, view, cache.state, q)
+    if needs.unrotated_keys:
+        rotation = call.rope.at(key_positions(needs, kv))
+        q = call.rope.rotate(q, held_query_positions(needs, kv, positions))
+    out, _ = _attention(Needs(), view, q, rotation, positions, call)
+    return out.astype(q.dtype)
 
 
 def _attention(

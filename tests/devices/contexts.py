@@ -162,6 +162,25 @@ def flushes_itself() -> bool:
     return all(same_layer(tx, "xla", flushes_itself=True) for tx in (every, both))
 
 
+def queries_alone() -> bool:
+    """Queries without keys attend to each device's part of a cache."""
+
+    def last_token_again(tx, mesh, q, k, v, position):
+        _, caches = conversation(tx, [(64, "prompt", True)], 64, q, k, v, position, mesh=mesh)
+        at = position[:, 63:64]
+        return kvjax.attend(tx, caches[-1], q[:, :, 63:64], None, None, at, phase="decode")[0]
+
+    run, mesh = (
+        jax.jit(last_token_again, static_argnums=(0, 1)),
+        jax.make_mesh((2, 4), ("data", "tensor")),
+    )
+    outs = [
+        [run(tx, mesh, *arrays(2, 4, 8, 64, 16)) for mesh in (None, mesh)]
+        for tx in (kvjax.SnapKV(24, window=8), groups(), kvjax.Quest(24, page=8, dense_layers=()))
+    ]
+    return all(np.allclose(one, many, **TOLERANCES["float32"]) for one, many in outs)
+
+
 def same_layer(
     tx: kvjax.KVTransform, implementation: str, sinks=None, flushes_itself=False
 ) -> bool:
@@ -200,6 +219,7 @@ CHECKS = {
     "kernels": kernels,
     "sinks": sinks,
     "flushes itself": flushes_itself,
+    "queries alone": queries_alone,
 }
 
 

@@ -258,14 +258,18 @@ def stored(payload, row: int, head: int, rows: np.ndarray) -> np.ndarray:
     return np.asarray(payload.form.decode(encoded, channels))[0, 0]
 
 
-def attended(transform, before, tokens: Tokens, positions, **options) -> np.ndarray:
+def attended(
+    transform, before, tokens: Tokens, positions, queries_alone=False, **options
+) -> np.ndarray:
     """What a call must give, [B, Q, T, D]: dense attention over what is live and the new tokens.
+
+    Queries alone attend to what is live.
 
     Written over the cache from before the call, slot by slot, in float64. One token a row is a
     decode step, which reads what it has stored; a prompt is read as it is.
     """
     q, k, v, positions = (np.asarray(x) for x in tokens.at(positions))
-    is_step = positions.shape[1] == 1
+    is_step = positions.shape[1] == 1 and not queries_alone
     out = np.zeros(q.shape)
     for part in parts(transform, before):
         late, kv = part.transform.needs.reposition, part.cache.kv
@@ -277,7 +281,7 @@ def attended(transform, before, tokens: Tokens, positions, **options) -> np.ndar
                     return stored(payload, row, own, rows) if is_step else rows
 
                 heads = slice(head * kv.group, (head + 1) * kv.group)
-                new = positions[row] >= 0
+                new = (positions[row] >= 0) & (not queries_alone)
                 old = slots_of(part.cache, row, own, columns=False)
                 where = positions[row]
                 place = np.concatenate([old["position"], where[new]])
@@ -287,10 +291,9 @@ def attended(transform, before, tokens: Tokens, positions, **options) -> np.ndar
                 )
                 if late:
                     ranks = np.argsort(np.argsort(place))
-                    rank_of = dict(zip(place.tolist(), ranks.tolist(), strict=True))
                     keys = np.concatenate([old["k"], own_rows(kv.k, k[row, head][new])])
                     keys = rotate(keys, ranks, INV_FREQ)
-                    own_rank = [rank_of.get(int(p), 0) for p in where]
+                    own_rank = (place < where[:, None]).sum(1)
                     queries = rotate(q[row, heads], own_rank, INV_FREQ)
                 elif part.transform.needs.unrotated_keys:
                     keys = np.concatenate([old["k"], k[row, head // kv.unfolded][new]])
