@@ -38,14 +38,12 @@ from kvjax.cache.slots import as_positions
 from kvjax.checks import as_scale, check_array, check_choice, check_logits
 from kvjax.compose.chain import parts_of
 from kvjax.compose.foreseen import frees_while_decoding
-from kvjax.compose.wrappers import HeadGroups, by_head_groups
 from kvjax.devices import explicit_mesh, in_automatic_mode
-from kvjax.protocol import AttentionOptions, Inputs, KVTransform, Phase, Probe, check_transform
+from kvjax.protocol import AttentionOptions, Inputs, KVTransform, Phase, Probe
 from pallas_kernels.base.varying import varying
 
 
 def attend(
-    transform: KVTransform,
     cache: Cache,
     q: Float[Array, "B Q T D"],
     k: Float[Array, "B H T D"] | None,
@@ -74,8 +72,7 @@ def attend(
     head h. It is for inference alone and has no gradient.
 
     Args:
-      transform: the layer's transform, the one that the cache was made for.
-      cache: from `init_cache` or the call before. Donate it.
+      cache: from `init_cache` or the call before. It knows its transform. Donate it.
       q, k, v: of the new tokens, query head h belonging to KV head `h // (Q / H)`. Rotated, unless
         `rope` is given.
         Without k and v (None), the queries attend to what the cache holds up to their positions,
@@ -118,12 +115,11 @@ def attend(
 
     Example:
       >>> import jax, jax.numpy as jnp, kvjax
-      >>> attend = jax.jit(kvjax.attend, static_argnums=0, static_argnames="phase")
-      >>> tx = kvjax.StreamingLLM(budget=8)
-      >>> cache = kvjax.init_cache(tx, batch=1, kv_heads=2, query_heads=4, head_dim=16,
-      ...                          max_prompt=32, max_new=4)
+      >>> attend = jax.jit(kvjax.attend, static_argnames="phase")
+      >>> cache = kvjax.init_cache(kvjax.StreamingLLM(budget=8), batch=1, kv_heads=2,
+      ...                          query_heads=4, head_dim=16, max_prompt=32, max_new=4)
       >>> q, kv = jnp.ones((1, 4, 32, 16)), jnp.ones((1, 2, 32, 16))
-      >>> out, cache = attend(tx, cache, q, kv, kv, jnp.arange(32)[None], phase="prompt")
+      >>> out, cache = attend(cache, q, kv, kv, jnp.arange(32)[None], phase="prompt")
       >>> out.shape, int(cache.kv.live[0, 0].sum())
       ((1, 4, 32, 16), 8)
 
@@ -132,16 +128,16 @@ def attend(
       Xiao et al., Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453, for
       why a softmax needs them.
     """
-    check_transform(transform, "attend")
+    check_layer_cache(cache, "attend")
     check_choice("phase", phase, get_args(Phase))
-    probes = (part.needs.probe for part in by_head_groups(transform))
+    probes = (part.transform.needs.probe for part in layer_caches(cache))
     asks = phase == "prompt" and any(probe is not None and probe.inputs for probe in probes)
     tokens = Tokens(q, k, v, as_positions(positions), predicted_query, inputs if asks else None)
     _check_tokens(tokens)
     if k is None:
         _check_queries_alone(cache, phase)
     if asks:
-        _check_inputs(transform, inputs, tokens.positions.shape)
+        _check_inputs(cache, inputs, tokens.positions.shape)
     check_rope(rope, q.shape[3])
     options = _options(cache, scale, window, soft_cap)
     if sinks is not None:
@@ -149,12 +145,12 @@ def attend(
         sinks = for_keeping(jnp.asarray(sinks, jnp.float32))
     options = dataclasses.replace(options, sinks=sinks)
     call = Call(rope, options, phase, last, implementation)
-    _check_cache(transform, cache, tokens, call)
+    _check_cache(cache, tokens, call)
     # The cache needs none: what it holds has come from an earlier call.
     tokens, call = _without_gradient((tokens, call))
     if (mesh := explicit_mesh(tokens.q, tokens.k, tokens.v, cache)) is not None:
-        return _attend_in_automatic_mode(mesh, transform, cache, tokens, call)
-    out, cache = _attend_placed(transform, cache, tokens, call)
+        return _attend_in_automatic_mode(mesh, cache, tokens, call)
+    out, cache = _attend_placed(cache, tokens, call)
     # Inside a user's shard_map a loop's carry must have one type from the first call on.
     return out, varying(cache, tokens.q, tokens.k, tokens.v)
 
@@ -174,7 +170,7 @@ def _refuse_gradient(primals: tuple, tangents: tuple) -> NoReturn:
 
 
 def _attend_in_automatic_mode(
-    mesh: Any, transform: KVTransform, cache: Cache, tokens: Tokens, call: Call
+    mesh: Any, cache: Cache, tokens: Tokens, call: Call
 ) -> tuple[Array, Cache]:
     """Divides the results as the cache is divided, or as `q` and `k` where that has no mesh."""
     placement = placement_of(cache)
@@ -195,17 +191,14 @@ def _attend_in_automatic_mode(
         specs = map_parts(functools.partial(divided_by, rows=rows, heads=whole), shapes[1])
         return queries, specs
 
-    attend = functools.partial(_attend_placed, transform)
-    return in_automatic_mode(attend, mesh, (cache, tokens, call), out)
+    return in_automatic_mode(_attend_placed, mesh, (cache, tokens, call), out)
 
 
-def _attend_placed(
-    transform: KVTransform, cache: Cache, tokens: Tokens, call: Call
-) -> tuple[Array, Cache]:
+def _attend_placed(cache: Cache, tokens: Tokens, call: Call) -> tuple[Array, Cache]:
     """Attends to each device's rows and heads by themselves: no part of a cache moves."""
-    placement, attend = placement_of(cache), functools.partial(_attend_layer, transform)
+    placement = placement_of(cache)
     if placement is None:
-        return attend(cache, tokens, call)
+        return _attend_layer(cache, tokens, call)
     rows, heads = placement.rows_axis(len(tokens.q)), placement.heads_axis
     by_head, by_row = PartitionSpec(rows, heads), PartitionSpec(rows)
     predicted, keys, values = (
@@ -220,7 +213,7 @@ def _attend_placed(
         ),
     )
     return on_each_device(
-        attend, placement, (cache, tokens, call), specs,
+        _attend_layer, placement, (cache, tokens, call), specs,
         lambda shapes: (by_head, cache_specs(shapes[1])),
     )  # fmt: skip
 
@@ -246,7 +239,7 @@ def begin_document(cache: Cache) -> Cache:
       >>> tx = kvjax.OwnQueries(budget=8)
       >>> cache = kvjax.init_cache(tx, batch=1, kv_heads=2, head_dim=16, max_prompt=32, max_new=4)
       >>> x, cache = jnp.ones((1, 2, 32, 16)), kvjax.begin_document(cache)
-      >>> _, cache = kvjax.attend(tx, cache, x, x, x, jnp.arange(32)[None], phase="prompt")
+      >>> _, cache = kvjax.attend(cache, x, x, x, jnp.arange(32)[None], phase="prompt")
       >>> int(cache.kv.live[0, 0].sum())
       8
     """
@@ -269,15 +262,14 @@ def _on_each_part(function: Callable[[Any], Any], cache: Cache) -> Cache:
     return on_each_device(function, placement, (cache,), (cache_specs(cache),), cache_specs)
 
 
-def _attend_layer(
-    transform: KVTransform, cache: Cache, tokens: Tokens, call: Call
-) -> tuple[Array, Cache]:
+def _attend_layer(cache: Cache, tokens: Tokens, call: Call) -> tuple[Array, Cache]:
     """Attends with every head group over its own rectangle of slots, and restores their order."""
-    if not isinstance(transform, HeadGroups):
+    if not isinstance(cache, tuple):
         return _attend_rectangle(cache, tokens, call)
-    group = tokens.q.shape[1] // transform.kv_heads
+    group = tokens.q.shape[1] // _kv_heads(cache)
     outs, caches, order = [], [], []
-    for heads, part in zip(transform.heads_in(cache), cache, strict=True):
+    for part in cache:
+        heads = part.group_heads if part.heads is None else part.heads
         new = tokens.of_heads(heads, group), call.of_heads(heads, group)
         out, part = _attend_rectangle(part, *new)
         outs.append(out)
@@ -343,11 +335,11 @@ def _check_tokens(tokens: Tokens) -> None:
             )
 
 
-def _check_inputs(transform: KVTransform, inputs: Any, tokens: tuple[int, ...]) -> None:
+def _check_inputs(cache: Cache, inputs: Any, tokens: tuple[int, ...]) -> None:
     """Raises unless these are what entered a layer with `[B, T]` tokens."""
     if not isinstance(inputs, Inputs):
         raise TypeError(
-            f"{transform!r} looks at what enters a layer: give attend "
+            f"{layer_caches(cache)[0].transform!r} looks at what enters a layer: give attend "
             f"inputs=kvjax.kit.Inputs(...), got {type(inputs).__name__}"
         )
     shapes = [x.shape for x in inputs if x is not None]
@@ -357,7 +349,6 @@ def _check_inputs(transform: KVTransform, inputs: Any, tokens: tuple[int, ...]) 
 
 def _options(cache: Cache, scale, window, soft_cap) -> AttentionOptions:
     """Returns the cache's options; raises ValueError where a call of `attend` gives others."""
-    check_layer_cache(cache, "attend")
     part = layer_caches(cache)[0]
     check_logits(window, soft_cap)
     call_options = {
@@ -382,34 +373,28 @@ def _check_sinks(sinks, query_heads: int) -> None:
         raise ValueError(f"sinks must be [Q] = {(query_heads,)}, got {sinks.shape}")
 
 
-def _check_cache(transform: KVTransform, cache: Cache, tokens: Tokens, call: Call) -> None:
-    """Raises unless the cache is the transform's, of these heads, and ready for the call."""
+def _check_cache(cache: Cache, tokens: Tokens, call: Call) -> None:
+    """Raises unless the cache is one of these heads, and ready for the call."""
     batch, query_heads, *rest = tokens.q.shape
     kv_heads = _kv_heads(cache) if tokens.k is None else tokens.k.shape[1]
-    if not isinstance(transform, HeadGroups):
-        _check_rectangle(transform, cache, tokens.q.shape, (batch, kv_heads, *rest), call)
+    if not isinstance(cache, tuple):
+        _check_rectangle(cache, tokens.q.shape, (batch, kv_heads, *rest), call)
         return
-    transform.check_heads(kv_heads)
-    if not isinstance(cache, tuple) or len(cache) != len(transform.groups):
-        actual = f"{len(cache)} of them" if isinstance(cache, tuple) else type(cache).__name__
+    numbers = [head for part in cache for head in part.group_heads or ()]
+    if sorted(numbers) != list(range(kv_heads)):
         raise ValueError(
-            f"{transform!r} needs a tuple of {len(transform.groups)} caches, one per head group, "
-            f"got {actual}"
+            "attend takes the cache of one layer, and of HeadGroups a tuple with one for each "
+            f"group: those given hold the KV heads {numbers} of {kv_heads}"
         )
     group = query_heads // kv_heads
-    for (heads, part_of), part in zip(transform.groups, cache, strict=True):
-        shapes = (batch, len(heads) * group, *rest), (batch, len(heads), *rest)
-        _check_rectangle(part_of, part, *shapes, call)
+    for part in cache:
+        heads = len(part.group_heads or ())
+        _check_rectangle(part, (batch, heads * group, *rest), (batch, heads, *rest), call)
 
 
-def _check_rectangle(
-    transform: KVTransform, cache: Any, q: tuple[int, ...], k: tuple[int, ...], call: Call
-) -> None:
-    """Raises unless a cache of one rectangle is the transform's, for these shapes."""
-    if not isinstance(cache, LayerCache | Reading):
-        raise TypeError(f"attend takes a cache from init_cache, got {type(cache).__name__}")
-    if cache.transform != transform:
-        raise ValueError(f"the cache was made for {cache.transform!r}, got {transform!r}")
+def _check_rectangle(cache: Any, q: tuple[int, ...], k: tuple[int, ...], call: Call) -> None:
+    """Raises unless a cache of one rectangle is one for these shapes."""
+    transform = cache.transform
     kv = cache.kv
     batch, lists, _ = kv.shape
     kv_heads, query_heads, head_dim = lists // kv.unfolded, lists * kv.group, kv.k.shape[3]

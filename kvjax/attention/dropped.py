@@ -31,7 +31,7 @@ def check_dropped(caches: Cache | tuple[Cache, ...]) -> None:
       >>> import jax.numpy as jnp, kvjax
       >>> tx, x = kvjax.Full(), jnp.ones((1, 2, 6, 16))
       >>> cache = kvjax.init_cache(tx, batch=1, kv_heads=2, head_dim=16, max_prompt=4, max_new=1)
-      >>> _, cache = kvjax.attend(tx, cache, x, x, x, jnp.arange(6)[None], phase="prompt")
+      >>> _, cache = kvjax.attend(cache, x, x, x, jnp.arange(6)[None], phase="prompt")
       >>> kvjax.check_dropped(cache)
       Traceback (most recent call last):
       RuntimeError: caches lost tokens that found no free slot, up to 1 of a row: the row has more \

@@ -59,15 +59,15 @@ def flush(
 
     Example:
       >>> import jax, jax.numpy as jnp, kvjax
-      >>> attend = jax.jit(kvjax.attend, static_argnums=0, static_argnames="phase")
+      >>> attend = jax.jit(kvjax.attend, static_argnames="phase")
       >>> flush = jax.jit(kvjax.flush)
       >>> tx = kvjax.Every(kvjax.SnapKV(budget=40), steps=8)
       >>> cache = kvjax.init_cache(tx, batch=1, kv_heads=2, head_dim=16, max_prompt=64, max_new=16)
       >>> rows = jnp.ones((1, 2, 64, 16))
-      >>> _, cache = attend(tx, cache, rows, rows, rows, jnp.arange(64)[None], phase="prompt")
+      >>> _, cache = attend(cache, rows, rows, rows, jnp.arange(64)[None], phase="prompt")
       >>> for position in range(64, 80):
       ...     new, at = rows[:, :, :1], jnp.array([[position]])
-      ...     _, cache = attend(tx, cache, new, new, new, at, phase="decode")
+      ...     _, cache = attend(cache, new, new, new, at, phase="decode")
       ...     if (position - 63) % kvjax.flush_interval(cache) == 0:
       ...         cache = flush(cache)
       >>> int(cache.kv.live[0, 0].sum()), int(cache.kv.dropped.sum())
@@ -126,14 +126,14 @@ def self_flushing(caches: Caches) -> Caches:
 
     Example:
       >>> import jax, jax.numpy as jnp, kvjax
-      >>> attend = jax.jit(kvjax.attend, static_argnums=0, static_argnames="phase")
+      >>> attend = jax.jit(kvjax.attend, static_argnames="phase")
       >>> tx = kvjax.Every(kvjax.SnapKV(budget=40), steps=8)
       >>> cache = kvjax.init_cache(tx, batch=1, kv_heads=2, head_dim=16, max_prompt=64, max_new=16)
       >>> rows, cache = jnp.ones((1, 2, 64, 16)), kvjax.self_flushing(cache)
-      >>> _, cache = attend(tx, cache, rows, rows, rows, jnp.arange(64)[None], phase="prompt")
+      >>> _, cache = attend(cache, rows, rows, rows, jnp.arange(64)[None], phase="prompt")
       >>> for position in range(64, 80):
       ...     new, at = rows[:, :, :1], jnp.array([[position]])
-      ...     _, cache = attend(tx, cache, new, new, new, at, phase="decode")
+      ...     _, cache = attend(cache, new, new, new, at, phase="decode")
       >>> int(cache.kv.dropped.sum())
       0
     """

@@ -92,6 +92,8 @@ class LayerCache:
       options: scale, window and soft cap of its attention (static). Where the cache
         is to be flushed it holds the sinks of the last prompt, -inf where there were none.
       placement: the devices that it is divided among (static); None: `attend` divides nothing.
+      group_heads: the numbers of the KV heads that are here, in the cache of `HeadGroups` (static);
+        None: all of them are.
       clock: the steps since the last flush, in a cache that flushes itself; None: a loop calls
         `flush`, or nothing has to be flushed.
     """
@@ -105,6 +107,7 @@ class LayerCache:
     max_length: int = field(metadata={"static": True})
     options: AttentionOptions
     placement: Placement | None = field(default=None, metadata={"static": True})
+    group_heads: tuple[int, ...] | None = field(default=None, metadata={"static": True})
     clock: Clock | None = None
 
 
@@ -142,6 +145,7 @@ class Reading:
 
     kv = property(lambda self: self.cache.kv)
     heads = property(lambda self: self.cache.heads)
+    group_heads = property(lambda self: self.cache.group_heads)
     transform = property(lambda self: self.cache.transform)
     placement = property(lambda self: self.cache.placement)
     max_length = property(lambda self: self.cache.max_length)

@@ -26,7 +26,7 @@ FAST = ("full", "h2o", "every", "chelsea", "clusterkv", "quantize", "head_groups
 
 def alone(tx, cache, positions, phase="decode", **options):
     q, _, _, positions = tokens().at(positions)
-    return attend(tx, cache, q, None, None, positions, phase=phase, rope=the_rope(), **options)
+    return attend(cache, q, None, None, positions, phase=phase, rope=the_rope(), **options)
 
 
 def last_tokens() -> np.ndarray:
@@ -79,7 +79,7 @@ def test_several_queries_a_step_and_padding():
 
 
 def test_errors():
-    tx, cache = CASES["full"], standard("full").prompt_cache
+    cache = standard("full").prompt_cache
     q, k, _, positions = tokens().at(last_tokens())
     for new, phase, error, message in (
         ((k, None), "decode", TypeError, "k and v are given together"),
@@ -87,8 +87,8 @@ def test_errors():
         ((None, None), "prompt", ValueError, "has been read with last=False"),
     ):
         with pytest.raises(error, match=message):
-            kvjax.attend(tx, cache, q, *new, positions, phase=phase)
+            kvjax.attend(cache, q, *new, positions, phase=phase)
     with pytest.raises(ValueError, match="one token a step, got 2"):
         alone(CASES["clusterkv"], standard("clusterkv").prompt_cache, np.zeros((3, 2), int))
     with pytest.raises(ValueError, match="4 query heads"):
-        kvjax.attend(tx, cache, q[:, :3], None, None, positions, phase="decode")
+        kvjax.attend(cache, q[:, :3], None, None, positions, phase="decode")

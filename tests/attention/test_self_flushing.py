@@ -60,7 +60,7 @@ def test_a_scan_of_steps_gives_what_a_loop_with_flushes_gives(name):
     @functools.partial(jax.jit, donate_argnums=0)
     def loop(cache, q, k, v, positions):
         def step(cache, new):
-            out, cache = kvjax.attend(tx, cache, *new, phase="decode", rope=the_rope())
+            out, cache = kvjax.attend(cache, *new, phase="decode", rope=the_rope())
             return cache, out
 
         return jax.lax.scan(step, cache, (q, k, v, positions))
@@ -104,7 +104,7 @@ def test_it_is_the_same_bit_for_bit_in_a_while_loop_and_a_further_turn(tx):
                 jnp.take_along_axis(jnp.asarray(x), at[:, None, :, None], axis=2)
                 for x in every_token
             )
-            _, cache = kvjax.attend(tx, cache, *picked, at, phase="decode", rope=the_rope())
+            _, cache = kvjax.attend(cache, *picked, at, phase="decode", rope=the_rope())
             return number + 1, cache
 
         return jax.lax.while_loop(lambda carry: carry[0] < count, step, (0, cache))[1]

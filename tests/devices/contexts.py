@@ -168,7 +168,7 @@ def queries_alone() -> bool:
     def last_token_again(tx, mesh, q, k, v, position):
         _, caches = conversation(tx, [(64, "prompt", True)], 64, q, k, v, position, mesh=mesh)
         at = position[:, 63:64]
-        return kvjax.attend(tx, caches[-1], q[:, :, 63:64], None, None, at, phase="decode")[0]
+        return kvjax.attend(caches[-1], q[:, :, 63:64], None, None, at, phase="decode")[0]
 
     run, mesh = (
         jax.jit(last_token_again, static_argnums=(0, 1)),

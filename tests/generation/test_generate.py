@@ -444,7 +444,7 @@ def attention_layer(weights, tokens, positions, caches, layers, phase, last, log
 
     rope = kvjax.Rope(1.0 / 100.0 ** (jnp.arange(0, 8, 2, dtype=jnp.float32) / 8))
     out, cache = kvjax.attend(
-        layers[0], caches[0], heads("q", 4), heads("k", 2), heads("v", 2), positions,
+        caches[0], heads("q", 4), heads("k", 2), heads("v", 2), positions,
         phase=phase, last=last, rope=rope,
     )  # fmt: skip
     x = x + out.swapaxes(1, 2).reshape(*x.shape[:2], 32) @ weights["o"]

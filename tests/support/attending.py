@@ -24,7 +24,7 @@ GARBAGE = 1e4  # what stands in padding: it must not reach anything
 
 STATIC = ("phase", "last", "scale", "window", "soft_cap", "implementation")
 begin_document = jax.jit(kvjax.begin_document)
-attend = jax.jit(kvjax.attend, static_argnums=0, static_argnames=STATIC)
+attend = jax.jit(kvjax.attend, static_argnames=STATIC)
 OPTIONS = ("scale", "window", "soft_cap")  # of an attention: `init_cache` and `attend` take them
 SIZES = ("batch", "kv_heads", "query_heads", "head_dim", "max_prompt", "max_new", "dtype", "layer")
 init_cache = jax.jit(kvjax.init_cache, static_argnums=0, static_argnames=(*SIZES, *OPTIONS))
@@ -122,7 +122,7 @@ def prompt(transform, cache, tokens: Tokens, positions, last=True, dtype=jnp.flo
         cache = begin_document(cache)
     options.setdefault("rope", the_rope())
     out, cache = attend(
-        transform, cache, *tokens.at(positions, dtype), phase="prompt", last=last and not looks,
+        cache, *tokens.at(positions, dtype), phase="prompt", last=last and not looks,
         **options,
     )  # fmt: skip
     if looks:
@@ -130,15 +130,13 @@ def prompt(transform, cache, tokens: Tokens, positions, last=True, dtype=jnp.flo
         counts = jnp.where(reading.rows, LOOKING, 0)
         where = right(reading.kv.length, counts, LOOKING)
         new = tokens.at(where, dtype)
-        _, cache = attend(transform, cache, *new, phase="probe", **options)
+        _, cache = attend(cache, *new, phase="probe", **options)
     return out, cache
 
 
 def decode(transform, cache, tokens: Tokens, positions, dtype=jnp.float32, **options):
     positions = np.asarray(positions).reshape(len(tokens.q), -1)
-    return attend(
-        transform, cache, *tokens.at(positions, dtype), phase="decode", rope=the_rope(), **options
-    )
+    return attend(cache, *tokens.at(positions, dtype), phase="decode", rope=the_rope(), **options)
 
 
 class Run(NamedTuple):
@@ -195,7 +193,7 @@ def shapes_of_run(transform, tokens: Tokens, positions, dtype=jnp.float32, **siz
     now = np.max(positions, 1, keepdims=True) + 1
 
     def calls():
-        step = functools.partial(kvjax.attend, transform, rope=the_rope())
+        step = functools.partial(kvjax.attend, rope=the_rope())
         empty = new_cache(transform, len(positions), dtype=dtype, **sizes)
         looks = has_probe(transform)
         new = tokens.at(positions, dtype)

@@ -38,7 +38,7 @@ def conversation(
         own = slice(seen, seen + count)
         new = (x[:, :, own] for x in (q, k, v))
         out, cache = kvjax.attend(
-            tx, cache, *new, position[:, own], phase=phase, last=last, rope=rope, **options
+            cache, *new, position[:, own], phase=phase, last=last, rope=rope, **options
         )
         cache, seen = kvjax.flush(cache) if phase == "decode" else cache, seen + count
         outs.append(out)
