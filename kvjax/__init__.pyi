@@ -14,6 +14,7 @@ from .attention.flush import self_flushing as self_flushing
 from .attention.init_cache import init_cache as init_cache
 from .attention.kept_tokens import kept_tokens as kept_tokens
 from .attention.layer import LayerCache as LayerCache
+from .attention.positions import positions_of as positions_of
 from .attention.rows import put_rows as put_rows
 from .attention.rows import take_rows as take_rows
 from .cache.nbytes import nbytes as nbytes
@@ -33,6 +34,7 @@ from .generation.decode_loop import Generation as Generation
 from .generation.generate import generate as generate
 from .generation.generate import read as read
 from .generation.generate import stream as stream
+from .generation.new_caches import init_caches as init_caches
 from .generation.sampling import Sampling as Sampling
 from .protocol import KVTransform as KVTransform
 from .registry import parse as parse

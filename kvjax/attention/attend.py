@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,8 @@ from kvjax.devices import explicit_mesh, in_automatic_mode
 from kvjax.protocol import AttentionOptions, Inputs, KVTransform, Phase, Probe
 from pallas_kernels.base.varying import varying
 
+Layout = Literal["BHTD", "BTHD"]
+
 
 def attend(
     cache: Cache,
@@ -50,8 +52,9 @@ def attend(
     v: Float[Array, "B H T D"] | None,
     positions: Int[Array, "B T"],
     *,
-    phase: Phase,
+    phase: Phase | Literal["by_length"],
     last: bool = True,
+    layout: Layout = "BHTD",
     rope: Rope | None = None,
     scale: float | None = None,
     window: int | None = None,
@@ -81,13 +84,18 @@ def attend(
         which `last=True` puts an end. No method takes notice of such queries.
       positions: token positions, counted from 0, as an array or a list of lists; -1 marks padding,
         which is not stored and gives 0.
-      phase: `"prompt"` or `"decode"` (static). The number of tokens never decides. `"probe"`: the
+      phase: `"prompt"` or `"decode"` (static). The number of tokens decides in `"by_length"` alone,
+        for loops of others that do not say which it is: one token is a decode step, and more are a
+        prompt. So a prompt of one token, and the last chunk of a prompt if it is one token, are
+        steps there, at which nothing is compressed. `"probe"`: the
         tokens follow a document whose chunks had `last=False`, attend to it and to each other, and
         are not stored, for methods that look at documents once more (`transform.needs.probe`). The
         last such call has `last=True`.
       last: whether this chunk completes the prompt (static; ignored while decoding). Until then
         nothing is compressed, and a `Reading` comes back in the place of the cache, with room for
         the whole prompt: chunks of one size share one compiled function from the second on.
+      layout: axes of q, k, v and `predicted_query`, and of the output (static): `"BHTD"`, heads
+        before tokens, or `"BTHD"`, tokens before heads.
       rope: rotates q and k here. Needed by transforms that keep keys unrotated.
       scale, window, soft_cap: how logits are made, which `init_cache` was told. None: as the cache
         says; another value is an error.
@@ -106,7 +114,7 @@ def attend(
         stored.
 
     Returns:
-      Attention output `[B, Q, T, D]` in the dtype of `q`, and the new cache.
+      Attention output in the layout and the dtype of `q`, and the new cache.
 
     Raises:
       TypeError, ValueError: at trace time, with what was given and what was expected; among them
@@ -129,7 +137,12 @@ def attend(
       why a softmax needs them.
     """
     check_layer_cache(cache, "attend")
-    check_choice("phase", phase, get_args(Phase))
+    check_choice("phase", phase, (*get_args(Phase), "by_length"))
+    check_choice("layout", layout, get_args(Layout))
+    if layout == "BTHD":
+        q, k, v, predicted_query = (_swapped(x) for x in (q, k, v, predicted_query))
+    if phase == "by_length":
+        phase = "decode" if jnp.shape(positions)[-1:] == (1,) else "prompt"
     probes = (part.transform.needs.probe for part in layer_caches(cache))
     asks = phase == "prompt" and any(probe is not None and probe.inputs for probe in probes)
     tokens = Tokens(q, k, v, as_positions(positions), predicted_query, inputs if asks else None)
@@ -149,10 +162,17 @@ def attend(
     # The cache needs none: what it holds has come from an earlier call.
     tokens, call = _without_gradient((tokens, call))
     if (mesh := explicit_mesh(tokens.q, tokens.k, tokens.v, cache)) is not None:
-        return _attend_in_automatic_mode(mesh, cache, tokens, call)
-    out, cache = _attend_placed(cache, tokens, call)
-    # Inside a user's shard_map a loop's carry must have one type from the first call on.
-    return out, varying(cache, tokens.q, tokens.k, tokens.v)
+        out, cache = _attend_in_automatic_mode(mesh, cache, tokens, call)
+    else:
+        out, cache = _attend_placed(cache, tokens, call)
+        # Inside a user's shard_map a loop's carry must have one type from the first call on.
+        cache = varying(cache, tokens.q, tokens.k, tokens.v)
+    return out if layout == "BHTD" else out.swapaxes(1, 2), cache
+
+
+def _swapped(x: Any) -> Any:
+    """Swaps the axes of tokens and of heads; what is no such array is refused later."""
+    return x.swapaxes(1, 2) if getattr(x, "ndim", None) == 4 else x
 
 
 @jax.custom_jvp
