@@ -54,6 +54,7 @@ def attend(
     *,
     phase: Phase | Literal["by_length"],
     last: bool = True,
+    repeats: bool = False,
     layout: Layout = "BHTD",
     rope: Rope | None = None,
     scale: float | None = None,
@@ -94,6 +95,9 @@ def attend(
       last: whether this chunk completes the prompt (static; ignored while decoding). Until then
         nothing is compressed, and a `Reading` comes back in the place of the cache, with room for
         the whole prompt: chunks of one size share one compiled function from the second on.
+      repeats: whether a decode step may have tokens once more, as in loops that read a prompt
+        and then feed its last token (static). A token at a position below the row's length attends
+        to what is there, and is not added; no method takes notice of it.
       layout: axes of q, k, v and `predicted_query`, and of the output (static): `"BHTD"`, heads
         before tokens, or `"BTHD"`, tokens before heads.
       rope: rotates q and k here. Needed by transforms that keep keys unrotated.
@@ -157,7 +161,7 @@ def attend(
         _check_sinks(sinks, q.shape[1])
         sinks = for_keeping(jnp.asarray(sinks, jnp.float32))
     options = dataclasses.replace(options, sinks=sinks)
-    call = Call(rope, options, phase, last, implementation)
+    call = Call(rope, options, phase, last, implementation, repeats)
     _check_cache(cache, tokens, call)
     # The cache needs none: what it holds has come from an earlier call.
     tokens, call = _without_gradient((tokens, call))

@@ -61,6 +61,7 @@ class Call:
       options: scale, window, soft cap and sinks.
       phase: whether the tokens are those of a prompt, of a probe, or of a step (static).
       last: whether they complete the prompt (static).
+      repeats: whether a step's tokens may be some that the cache holds already (static).
       implementation: of the operations in `pallas_kernels` (static).
     """
 
@@ -69,6 +70,7 @@ class Call:
     phase: Phase = field(metadata={"static": True})
     last: bool = field(metadata={"static": True})
     implementation: str | None = field(default=None, metadata={"static": True})
+    repeats: bool = field(default=False, metadata={"static": True})
 
     @property
     def kernel_options(self) -> dict:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+import jax
 import numpy as np
 import pytest
 
@@ -27,6 +30,9 @@ FAST = ("full", "h2o", "every", "chelsea", "clusterkv", "quantize", "head_groups
 def alone(tx, cache, positions, phase="decode", **options):
     q, _, _, positions = tokens().at(positions)
     return attend(cache, q, None, None, positions, phase=phase, rope=the_rope(), **options)
+
+
+again = jax.jit(functools.partial(kvjax.attend, repeats=True), static_argnames=("phase",))
 
 
 def last_tokens() -> np.ndarray:
@@ -92,3 +98,22 @@ def test_errors():
         alone(CASES["clusterkv"], standard("clusterkv").prompt_cache, np.zeros((3, 2), int))
     with pytest.raises(ValueError, match="4 query heads"):
         kvjax.attend(cache, q[:, :3], None, None, positions, phase="decode")
+
+
+@pytest.mark.parametrize("name", names(CASES, *FAST))
+def test_a_row_may_repeat_its_last_token_while_others_go_on(name):
+    """The first row's token is there already, the second one's is new, the third row has none."""
+    cache, lengths = standard(name).prompt_cache, np.array(LENGTHS)
+    where = np.array([[lengths[0] - 1], [lengths[1]], [-1]])
+    *qkv, positions = tokens().at(where)
+    q, k, v = qkv
+    options = {"phase": "decode", "rope": the_rope()}
+    out, after = again(cache, q, k, v, positions, **options)
+    only_second = np.where(np.arange(3)[:, None] == 1, where, -1)
+    expected, twin = attend(cache, q, k, v, only_second, **options)
+    first, _ = attend(
+        cache, q, None, None, np.where(np.arange(3)[:, None] == 0, where, -1), **options
+    )
+    close(out, np.concatenate([first[:1], expected[1:]]))
+    for part, other in zip(layer_caches(after), layer_caches(twin), strict=True):
+        same_arrays((part.kv, part.window), (other.kv, other.window))
