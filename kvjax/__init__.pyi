@@ -3,6 +3,7 @@
 `as` makes a name public for type checkers.
 """
 
+from . import guests as guests
 from . import kit as kit
 from . import testing as testing
 from .attention.attend import attend as attend

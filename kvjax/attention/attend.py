@@ -315,6 +315,9 @@ def _attend_rectangle(
         return out, compress(cache, call.implementation) if call.last else cache
     if call.phase == "decode":
         count = tokens.q.shape[2]
+        if call.repeats:
+            new = tokens.positions >= cache.kv.length[:, None]
+            count = jnp.where(new.any(), count, 0)
         cache = flushed_before_step(cache, count, call.implementation, *like)
         return decode(cache, tokens, call)
     reading = begin(cache)

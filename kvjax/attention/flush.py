@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int
 
 from kvjax.attention.call import key_positions
 from kvjax.attention.layer import (
@@ -150,12 +150,15 @@ def self_flushing(caches: Caches) -> Caches:
 
 
 def flushed_before_step(
-    cache: LayerCache, tokens: int, implementation: str | None, *arrays: Array
+    cache: LayerCache,
+    tokens: int | Int[Array, ""],
+    implementation: str | None,
+    *arrays: Array,
 ) -> LayerCache:
     """A cache with room for the tokens of a step, if it flushes itself; others as they are.
 
     Args:
-      tokens: of each row in the step.
+      tokens: of each row in the step; 0 where all of them are there already.
       implementation: as in `flush`.
       arrays: of the step, over whose mesh axes the cache varies inside `jax.shard_map`.
     """
