@@ -51,7 +51,7 @@ def decode_side(
         transform, batch=1, kv_heads=KV_HEADS, query_heads=KV_HEADS * GROUP, head_dim=HEAD_DIM,
         max_prompt=prompt, max_new=MAX_NEW, dtype=jnp.float32, layer=0,
     )  # fmt: skip
-    attend = functools.partial(kvjax.attend, transform, rope=rope)
+    attend = functools.partial(kvjax.attend, rope=rope)
     read = jax.jit(functools.partial(attend, phase="prompt"), donate_argnums=0)
     _, cache = jax.block_until_ready(read(cache, *tokens(prompt, 0), jnp.arange(prompt)[None]))
     cache_bytes = kvjax.nbytes(cache)

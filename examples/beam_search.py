@@ -45,10 +45,10 @@ def forward(weights: dict, tokens, positions, caches: list, layers: Layers, phas
     """Logs of the probabilities of each row's next token, `[rows, VOCABULARY]`, and the caches."""
     x, written = weights["embed"][tokens], []
     rope = kvjax.Rope(1.0 / 1000.0 ** (jnp.arange(0, HEAD_DIM, 2) / HEAD_DIM))
-    for own, cache, layer in zip(weights["layers"], caches, layers, strict=True):
+    for own, cache in zip(weights["layers"], caches, strict=True):
         normed = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True))
         q, k, v = (jnp.einsum("btc,chd->bhtd", normed, own[name]) for name in "qkv")
-        out, cache = kvjax.attend(layer, cache, q, k, v, positions, phase=phase, rope=rope)
+        out, cache = kvjax.attend(cache, q, k, v, positions, phase=phase, rope=rope)
         x = x + jnp.einsum("bhtd,hdc->btc", out, own["out"])
         written.append(cache)
     return jax.nn.log_softmax(x[:, -1] @ weights["embed"].T * 4), written

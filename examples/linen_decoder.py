@@ -43,7 +43,7 @@ class Attention(linen.Module):
             return y.reshape(*y.shape[:2], count, HEAD_DIM).swapaxes(1, 2)
 
         q, k, v = heads("q", QUERY_HEADS), heads("k", KV_HEADS), heads("v", KV_HEADS)
-        out, cache = kvjax.attend(transform, cache, q, k, v, positions, phase=phase, rope=ROPE)
+        out, cache = kvjax.attend(cache, q, k, v, positions, phase=phase, rope=ROPE)
         out = out.swapaxes(1, 2).reshape(*x.shape[:2], -1)
         return Dense(WIDTH, use_bias=False, name="out")(out), cache
 

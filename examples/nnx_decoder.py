@@ -48,7 +48,7 @@ class Attention(nnx.Module):
     def __call__(self, x, positions, cache, transform, phase):
         """What attention adds, and the cache with the new tokens."""
         q, k, v = self.heads(x)
-        out, cache = kvjax.attend(transform, cache, q, k, v, positions, phase=phase, rope=ROPE)
+        out, cache = kvjax.attend(cache, q, k, v, positions, phase=phase, rope=ROPE)
         return self.out(out.swapaxes(1, 2).reshape(*x.shape[:2], -1)), cache
 
 

@@ -3,15 +3,19 @@
 `as` makes a name public for type checkers.
 """
 
+from . import guests as guests
 from . import kit as kit
 from . import testing as testing
 from .attention.attend import attend as attend
 from .attention.attend import begin_document as begin_document
+from .attention.dropped import check_dropped as check_dropped
 from .attention.flush import flush as flush
 from .attention.flush import flush_interval as flush_interval
+from .attention.flush import self_flushing as self_flushing
 from .attention.init_cache import init_cache as init_cache
 from .attention.kept_tokens import kept_tokens as kept_tokens
 from .attention.layer import LayerCache as LayerCache
+from .attention.positions import positions_of as positions_of
 from .attention.rows import put_rows as put_rows
 from .attention.rows import take_rows as take_rows
 from .cache.nbytes import nbytes as nbytes
@@ -31,6 +35,7 @@ from .generation.decode_loop import Generation as Generation
 from .generation.generate import generate as generate
 from .generation.generate import read as read
 from .generation.generate import stream as stream
+from .generation.new_caches import init_caches as init_caches
 from .generation.sampling import Sampling as Sampling
 from .protocol import KVTransform as KVTransform
 from .registry import parse as parse

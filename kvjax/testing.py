@@ -115,10 +115,10 @@ def _apply(
 ) -> tuple[Array, tuple[Cache, ...]]:  # fmt: skip
     """Calls the model of `_model`, as `kvjax.models.LanguageModel` says."""
     x, after = params["embedding"][tokens], []
-    for projection, cache, tx in zip(params["projections"], caches, layers, strict=True):
+    for projection, cache in zip(params["projections"], caches, strict=True):
         qkv = jnp.einsum("btw,whd->bhtd", x, projection)
         q, k, v = jnp.split(qkv, (_QUERY_HEADS, _QUERY_HEADS + _KV_HEADS), axis=1)
-        out, cache = attend(tx, cache, q, k, v, positions, phase=phase, last=last, rope=_rope())
+        out, cache = attend(cache, q, k, v, positions, phase=phase, last=last, rope=_rope())
         x = x + out.swapaxes(1, 2).reshape(x.shape)
         after.append(cache)
     return x @ params["embedding"].T, tuple(after)
@@ -146,9 +146,7 @@ class _Case:
         ]
         self.rope = _rope()
         options = _QUICK if jax.default_backend() == "cpu" else None
-        self.attend = jax.jit(
-            attend, static_argnums=0, static_argnames=("phase", "last"), compiler_options=options
-        )
+        self.attend = jax.jit(attend, static_argnames=("phase", "last"), compiler_options=options)
         self.flush = jax.jit(flush, static_argnums=1, compiler_options=options)
         self.empty = jax.jit(
             lambda: init_cache(
@@ -174,7 +172,7 @@ class _Case:
 
         For methods with a probe it is a document, and some tokens look at it.
         """
-        attend = functools.partial(self.attend, self.transform, rope=self.rope)
+        attend = functools.partial(self.attend, rope=self.rope)
         is_document = any(tx.needs.probe for tx in by_head_groups(self.transform))
         begun = any(isinstance(part, Reading) for part in layer_caches(cache))
         if is_document and not begun:
@@ -203,7 +201,7 @@ class _Case:
         for step in range(steps):
             tokens = self.tokens(np.where(alive, start + step, -1)[:, None])
             before = cache
-            out, cache = self.attend(self.transform, cache, *tokens, phase="decode", rope=self.rope)
+            out, cache = self.attend(cache, *tokens, phase="decode", rope=self.rope)
             self.frees_one_slot(before, cache)
             outs.append(np.asarray(out))
             if outs[-1][np.logical_not(alive)].any():
@@ -407,9 +405,7 @@ def _step_is_plain(case: _Case) -> None:
     It looks at the step with kernels, as a GPU runs it: on a CPU, selections count their rounds in
     a loop.
     """
-    step = functools.partial(
-        attend, case.transform, phase="decode", rope=case.rope, implementation="pallas"
-    )
+    step = functools.partial(attend, phase="decode", rope=case.rope, implementation="pallas")
     jaxpr = jax.make_jaxpr(step)(case.prompted, *case.tokens(_LENGTHS[:, None])).jaxpr
     names = control_flow(jaxpr, lambda name: name in OWN_CONDITIONS)
     if names:

@@ -159,7 +159,6 @@ class Attention(nnx.Module):
         """
         q, k, v = self.project(x)
         out, cache = kvjax.attend(
-            layer,
             cache,
             q,
             k,

@@ -68,7 +68,7 @@ class Attention(nnx.Module):
     def __call__(self, x, positions, cache, transform, phase):
         heads = (y.reshape(*y.shape[:2], -1, HEAD_DIM) for y in (self.q(x), self.k(x), self.v(x)))
         q, k, v = (y.swapaxes(1, 2) for y in heads)  # [rows, heads, tokens, channels]
-        out, cache = kvjax.attend(transform, cache, q, k, v, positions, phase=phase, rope=rope)
+        out, cache = kvjax.attend(cache, q, k, v, positions, phase=phase, rope=rope)
         return self.out(out.swapaxes(1, 2).reshape(*x.shape[:2], -1)), cache
 
 

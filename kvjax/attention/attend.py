@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from kvjax.attention.call import Call, Tokens, query_heads
+from kvjax.attention.flush import flushed_before_step, flushed_behind_prompt
 from kvjax.attention.layer import (
     Cache,
     LayerCache,
@@ -30,29 +31,31 @@ from kvjax.attention.parts import (
     rope_specs,
     sinks_specs,
 )
-from kvjax.attention.prompt import begin, compress, look, read
-from kvjax.attention.step import decode
+from kvjax.attention.prompt import begin, compress, look, read, read_only
+from kvjax.attention.step import attend_only, decode
 from kvjax.cache.rope import Rope, check_rope
 from kvjax.cache.slots import as_positions
 from kvjax.checks import as_scale, check_array, check_choice, check_logits
 from kvjax.compose.chain import parts_of
 from kvjax.compose.foreseen import frees_while_decoding
-from kvjax.compose.wrappers import HeadGroups, by_head_groups
 from kvjax.devices import explicit_mesh, in_automatic_mode
-from kvjax.protocol import AttentionOptions, Inputs, KVTransform, Phase, Probe, check_transform
+from kvjax.protocol import AttentionOptions, Inputs, KVTransform, Phase, Probe
 from pallas_kernels.base.varying import varying
+
+Layout = Literal["BHTD", "BTHD"]
 
 
 def attend(
-    transform: KVTransform,
     cache: Cache,
     q: Float[Array, "B Q T D"],
-    k: Float[Array, "B H T D"],
-    v: Float[Array, "B H T D"],
+    k: Float[Array, "B H T D"] | None,
+    v: Float[Array, "B H T D"] | None,
     positions: Int[Array, "B T"],
     *,
-    phase: Phase,
+    phase: Phase | Literal["by_length"],
     last: bool = True,
+    repeats: bool = False,
+    layout: Layout = "BHTD",
     rope: Rope | None = None,
     scale: float | None = None,
     window: int | None = None,
@@ -66,25 +69,37 @@ def attend(
 
     In order: append, select, attention, and what the transform decides about a decode step or about
     a prompt that is complete, whose cache then has its capacity. A cache whose `kv.interval` is M
-    is flushed every M decode steps: see `flush`. Attention is exact over what is live,
+    is flushed every M decode steps, by the loop (see `flush`) or, where `self_flushing` has made
+    it, by itself. Attention is exact over what is live,
     `softmax(scale · q·k + log_mass) v`, each query seeing the positions up to its own. With
     `sinks`, a slot of logit x[s] has the weight `exp(x[s]) / (exp(sinks[h]) + Σ exp(x))` for query
     head h. It is for inference alone and has no gradient.
 
     Args:
-      transform: the layer's transform, the one that the cache was made for.
-      cache: from `init_cache` or the call before. Donate it.
+      cache: from `init_cache` or the call before. It knows its transform. Donate it.
       q, k, v: of the new tokens, query head h belonging to KV head `h // (Q / H)`. Rotated, unless
         `rope` is given.
+        Without k and v (None), the queries attend to what the cache holds up to their positions,
+        and it stays as it is: a loop's token that it holds already, or a layer that shares the keys
+        and values of another one. So they do in `"prompt"`, over a prompt that is not complete, to
+        which `last=True` puts an end. No method takes notice of such queries.
       positions: token positions, counted from 0, as an array or a list of lists; -1 marks padding,
         which is not stored and gives 0.
-      phase: `"prompt"` or `"decode"` (static). The number of tokens never decides. `"probe"`: the
+      phase: `"prompt"` or `"decode"` (static). The number of tokens decides in `"by_length"` alone,
+        for loops of others that do not say which it is: one token is a decode step, and more are a
+        prompt. So a prompt of one token, and the last chunk of a prompt if it is one token, are
+        steps there, at which nothing is compressed. `"probe"`: the
         tokens follow a document whose chunks had `last=False`, attend to it and to each other, and
         are not stored, for methods that look at documents once more (`transform.needs.probe`). The
         last such call has `last=True`.
       last: whether this chunk completes the prompt (static; ignored while decoding). Until then
         nothing is compressed, and a `Reading` comes back in the place of the cache, with room for
         the whole prompt: chunks of one size share one compiled function from the second on.
+      repeats: whether a decode step may have tokens once more, as in loops that read a prompt
+        and then feed its last token (static). A token at a position below the row's length attends
+        to what is there, and is not added; no method takes notice of it.
+      layout: axes of q, k, v and `predicted_query`, and of the output (static): `"BHTD"`, heads
+        before tokens, or `"BTHD"`, tokens before heads.
       rope: rotates q and k here. Needed by transforms that keep keys unrotated.
       scale, window, soft_cap: how logits are made, which `init_cache` was told. None: as the cache
         says; another value is an error.
@@ -103,7 +118,7 @@ def attend(
         stored.
 
     Returns:
-      Attention output `[B, Q, T, D]` in the dtype of `q`, and the new cache.
+      Attention output in the layout and the dtype of `q`, and the new cache.
 
     Raises:
       TypeError, ValueError: at trace time, with what was given and what was expected; among them
@@ -112,12 +127,11 @@ def attend(
 
     Example:
       >>> import jax, jax.numpy as jnp, kvjax
-      >>> attend = jax.jit(kvjax.attend, static_argnums=0, static_argnames="phase")
-      >>> tx = kvjax.StreamingLLM(budget=8)
-      >>> cache = kvjax.init_cache(tx, batch=1, kv_heads=2, query_heads=4, head_dim=16,
-      ...                          max_prompt=32, max_new=4)
+      >>> attend = jax.jit(kvjax.attend, static_argnames="phase")
+      >>> cache = kvjax.init_cache(kvjax.StreamingLLM(budget=8), batch=1, kv_heads=2,
+      ...                          query_heads=4, head_dim=16, max_prompt=32, max_new=4)
       >>> q, kv = jnp.ones((1, 4, 32, 16)), jnp.ones((1, 2, 32, 16))
-      >>> out, cache = attend(tx, cache, q, kv, kv, jnp.arange(32)[None], phase="prompt")
+      >>> out, cache = attend(cache, q, kv, kv, jnp.arange(32)[None], phase="prompt")
       >>> out.shape, int(cache.kv.live[0, 0].sum())
       ((1, 4, 32, 16), 8)
 
@@ -126,29 +140,43 @@ def attend(
       Xiao et al., Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453, for
       why a softmax needs them.
     """
-    check_transform(transform, "attend")
-    check_choice("phase", phase, get_args(Phase))
-    probes = (part.needs.probe for part in by_head_groups(transform))
+    check_layer_cache(cache, "attend")
+    check_choice("phase", phase, (*get_args(Phase), "by_length"))
+    check_choice("layout", layout, get_args(Layout))
+    if layout == "BTHD":
+        q, k, v, predicted_query = (_swapped(x) for x in (q, k, v, predicted_query))
+    if phase == "by_length":
+        phase = "decode" if jnp.shape(positions)[-1:] == (1,) else "prompt"
+    probes = (part.transform.needs.probe for part in layer_caches(cache))
     asks = phase == "prompt" and any(probe is not None and probe.inputs for probe in probes)
     tokens = Tokens(q, k, v, as_positions(positions), predicted_query, inputs if asks else None)
     _check_tokens(tokens)
+    if k is None:
+        _check_queries_alone(cache, phase)
     if asks:
-        _check_inputs(transform, inputs, tokens.positions.shape)
+        _check_inputs(cache, inputs, tokens.positions.shape)
     check_rope(rope, q.shape[3])
     options = _options(cache, scale, window, soft_cap)
     if sinks is not None:
         _check_sinks(sinks, q.shape[1])
         sinks = for_keeping(jnp.asarray(sinks, jnp.float32))
     options = dataclasses.replace(options, sinks=sinks)
-    call = Call(rope, options, phase, last, implementation)
-    _check_cache(transform, cache, tokens, call)
+    call = Call(rope, options, phase, last, implementation, repeats)
+    _check_cache(cache, tokens, call)
     # The cache needs none: what it holds has come from an earlier call.
     tokens, call = _without_gradient((tokens, call))
     if (mesh := explicit_mesh(tokens.q, tokens.k, tokens.v, cache)) is not None:
-        return _attend_in_automatic_mode(mesh, transform, cache, tokens, call)
-    out, cache = _attend_placed(transform, cache, tokens, call)
-    # Inside a user's shard_map a loop's carry must have one type from the first call on.
-    return out, varying(cache, tokens.q, tokens.k, tokens.v)
+        out, cache = _attend_in_automatic_mode(mesh, cache, tokens, call)
+    else:
+        out, cache = _attend_placed(cache, tokens, call)
+        # Inside a user's shard_map a loop's carry must have one type from the first call on.
+        cache = varying(cache, tokens.q, tokens.k, tokens.v)
+    return out if layout == "BHTD" else out.swapaxes(1, 2), cache
+
+
+def _swapped(x: Any) -> Any:
+    """Swaps the axes of tokens and of heads; what is no such array is refused later."""
+    return x.swapaxes(1, 2) if getattr(x, "ndim", None) == 4 else x
 
 
 @jax.custom_jvp
@@ -166,11 +194,12 @@ def _refuse_gradient(primals: tuple, tangents: tuple) -> NoReturn:
 
 
 def _attend_in_automatic_mode(
-    mesh: Any, transform: KVTransform, cache: Cache, tokens: Tokens, call: Call
+    mesh: Any, cache: Cache, tokens: Tokens, call: Call
 ) -> tuple[Array, Cache]:
     """Divides the results as the cache is divided, or as `q` and `k` where that has no mesh."""
     placement = placement_of(cache)
-    queries, keys = (jax.typeof(x).sharding.spec for x in (tokens.q, tokens.k))
+    by_queries = tokens.q if tokens.k is None else tokens.k
+    queries, keys = (jax.typeof(x).sharding.spec for x in (tokens.q, by_queries))
     rows, heads = queries[0], keys[1]
     if placement is not None:
         if placement.mesh.shape != mesh.shape:
@@ -186,30 +215,29 @@ def _attend_in_automatic_mode(
         specs = map_parts(functools.partial(divided_by, rows=rows, heads=whole), shapes[1])
         return queries, specs
 
-    attend = functools.partial(_attend_placed, transform)
-    return in_automatic_mode(attend, mesh, (cache, tokens, call), out)
+    return in_automatic_mode(_attend_placed, mesh, (cache, tokens, call), out)
 
 
-def _attend_placed(
-    transform: KVTransform, cache: Cache, tokens: Tokens, call: Call
-) -> tuple[Array, Cache]:
+def _attend_placed(cache: Cache, tokens: Tokens, call: Call) -> tuple[Array, Cache]:
     """Attends to each device's rows and heads by themselves: no part of a cache moves."""
-    placement, attend = placement_of(cache), functools.partial(_attend_layer, transform)
+    placement = placement_of(cache)
     if placement is None:
-        return attend(cache, tokens, call)
+        return _attend_layer(cache, tokens, call)
     rows, heads = placement.rows_axis(len(tokens.q)), placement.heads_axis
     by_head, by_row = PartitionSpec(rows, heads), PartitionSpec(rows)
-    predicted = None if tokens.predicted is None else by_head
+    predicted, keys, values = (
+        None if x is None else by_head for x in (tokens.predicted, tokens.k, tokens.v)
+    )
     inputs = jax.tree.map(lambda _: by_row, tokens.inputs)
     specs = (
         cache_specs(cache),
-        Tokens(by_head, by_head, by_head, by_row, predicted, inputs),
+        Tokens(by_head, keys, values, by_row, predicted, inputs),
         dataclasses.replace(
             call, rope=rope_specs(call.rope, rows), options=sinks_specs(call.options, heads)
         ),
     )
     return on_each_device(
-        attend, placement, (cache, tokens, call), specs,
+        _attend_layer, placement, (cache, tokens, call), specs,
         lambda shapes: (by_head, cache_specs(shapes[1])),
     )  # fmt: skip
 
@@ -235,7 +263,7 @@ def begin_document(cache: Cache) -> Cache:
       >>> tx = kvjax.OwnQueries(budget=8)
       >>> cache = kvjax.init_cache(tx, batch=1, kv_heads=2, head_dim=16, max_prompt=32, max_new=4)
       >>> x, cache = jnp.ones((1, 2, 32, 16)), kvjax.begin_document(cache)
-      >>> _, cache = kvjax.attend(tx, cache, x, x, x, jnp.arange(32)[None], phase="prompt")
+      >>> _, cache = kvjax.attend(cache, x, x, x, jnp.arange(32)[None], phase="prompt")
       >>> int(cache.kv.live[0, 0].sum())
       8
     """
@@ -258,15 +286,14 @@ def _on_each_part(function: Callable[[Any], Any], cache: Cache) -> Cache:
     return on_each_device(function, placement, (cache,), (cache_specs(cache),), cache_specs)
 
 
-def _attend_layer(
-    transform: KVTransform, cache: Cache, tokens: Tokens, call: Call
-) -> tuple[Array, Cache]:
+def _attend_layer(cache: Cache, tokens: Tokens, call: Call) -> tuple[Array, Cache]:
     """Attends with every head group over its own rectangle of slots, and restores their order."""
-    if not isinstance(transform, HeadGroups):
+    if not isinstance(cache, tuple):
         return _attend_rectangle(cache, tokens, call)
-    group = tokens.q.shape[1] // tokens.k.shape[1]
+    group = tokens.q.shape[1] // _kv_heads(cache)
     outs, caches, order = [], [], []
-    for heads, part in zip(transform.heads_in(cache), cache, strict=True):
+    for part in cache:
+        heads = part.group_heads if part.heads is None else part.heads
         new = tokens.of_heads(heads, group), call.of_heads(heads, group)
         out, part = _attend_rectangle(part, *new)
         outs.append(out)
@@ -280,26 +307,41 @@ def _attend_rectangle(
     cache: LayerCache | Reading, tokens: Tokens, call: Call
 ) -> tuple[Array, LayerCache | Reading]:
     """Makes a decode step, or reads a chunk of a prompt, which the last one completes."""
+    like = tokens.q, tokens.k, tokens.v
+    if tokens.k is None:
+        if call.phase == "decode":
+            return attend_only(cache, tokens, call), cache
+        out = read_only(cache, tokens, call)
+        return out, compress(cache, call.implementation) if call.last else cache
     if call.phase == "decode":
+        count = tokens.q.shape[2]
+        if call.repeats:
+            new = tokens.positions >= cache.kv.length[:, None]
+            count = jnp.where(new.any(), count, 0)
+        cache = flushed_before_step(cache, count, call.implementation, *like)
         return decode(cache, tokens, call)
     reading = begin(cache)
     out, reading = (read if call.phase == "prompt" else look)(reading, tokens, call)
     if call.last:
-        return out, compress(reading, call.implementation)
+        cache = compress(reading, call.implementation)
+        return out, flushed_behind_prompt(cache, reading.rows, call.implementation, *like)
     return out, dataclasses.replace(reading, rope=for_keeping(reading.rope))
 
 
 def _check_tokens(tokens: Tokens) -> None:
     q, k, v, positions, predicted, _ = tokens
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    if (k is None) != (v is None):
+        raise TypeError("k and v are given together, or neither of them, got one of them")
+    heads = {"q": q} if k is None else {"q": q, "k": k, "v": v}
+    for name, x in heads.items():
         check_array(name, x)
         if x.ndim != 4:
             raise ValueError(f"{name} must be [B, heads, T, D], got shape {x.shape}")
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"{name} must be floating, got {x.dtype}")
     batch, query_heads, count, head_dim = q.shape
-    kv_heads = k.shape[1]
-    if k.shape != (batch, kv_heads, count, head_dim) or v.shape != k.shape:
+    kv_heads = query_heads if k is None else k.shape[1]
+    if k is not None and (k.shape != (batch, kv_heads, count, head_dim) or v.shape != k.shape):
         raise ValueError(
             "k and v must be [B, H, T, D] with the B, T and D of q, got "
             f"q {q.shape}, k {k.shape}, v {v.shape}"
@@ -320,11 +362,11 @@ def _check_tokens(tokens: Tokens) -> None:
             )
 
 
-def _check_inputs(transform: KVTransform, inputs: Any, tokens: tuple[int, ...]) -> None:
+def _check_inputs(cache: Cache, inputs: Any, tokens: tuple[int, ...]) -> None:
     """Raises unless these are what entered a layer with `[B, T]` tokens."""
     if not isinstance(inputs, Inputs):
         raise TypeError(
-            f"{transform!r} looks at what enters a layer: give attend "
+            f"{layer_caches(cache)[0].transform!r} looks at what enters a layer: give attend "
             f"inputs=kvjax.kit.Inputs(...), got {type(inputs).__name__}"
         )
     shapes = [x.shape for x in inputs if x is not None]
@@ -334,7 +376,6 @@ def _check_inputs(transform: KVTransform, inputs: Any, tokens: tuple[int, ...]) 
 
 def _options(cache: Cache, scale, window, soft_cap) -> AttentionOptions:
     """Returns the cache's options; raises ValueError where a call of `attend` gives others."""
-    check_layer_cache(cache, "attend")
     part = layer_caches(cache)[0]
     check_logits(window, soft_cap)
     call_options = {
@@ -359,33 +400,28 @@ def _check_sinks(sinks, query_heads: int) -> None:
         raise ValueError(f"sinks must be [Q] = {(query_heads,)}, got {sinks.shape}")
 
 
-def _check_cache(transform: KVTransform, cache: Cache, tokens: Tokens, call: Call) -> None:
-    """Raises unless the cache is the transform's, of these heads, and ready for the call."""
-    if not isinstance(transform, HeadGroups):
-        _check_rectangle(transform, cache, tokens.q.shape, tokens.k.shape, call)
+def _check_cache(cache: Cache, tokens: Tokens, call: Call) -> None:
+    """Raises unless the cache is one of these heads, and ready for the call."""
+    batch, query_heads, *rest = tokens.q.shape
+    kv_heads = _kv_heads(cache) if tokens.k is None else tokens.k.shape[1]
+    if not isinstance(cache, tuple):
+        _check_rectangle(cache, tokens.q.shape, (batch, kv_heads, *rest), call)
         return
-    (batch, query_heads, *rest), kv_heads = tokens.q.shape, tokens.k.shape[1]
-    transform.check_heads(kv_heads)
-    if not isinstance(cache, tuple) or len(cache) != len(transform.groups):
-        actual = f"{len(cache)} of them" if isinstance(cache, tuple) else type(cache).__name__
+    numbers = [head for part in cache for head in part.group_heads or ()]
+    if sorted(numbers) != list(range(kv_heads)):
         raise ValueError(
-            f"{transform!r} needs a tuple of {len(transform.groups)} caches, one per head group, "
-            f"got {actual}"
+            "attend takes the cache of one layer, and of HeadGroups a tuple with one for each "
+            f"group: those given hold the KV heads {numbers} of {kv_heads}"
         )
     group = query_heads // kv_heads
-    for (heads, part_of), part in zip(transform.groups, cache, strict=True):
-        shapes = (batch, len(heads) * group, *rest), (batch, len(heads), *rest)
-        _check_rectangle(part_of, part, *shapes, call)
+    for part in cache:
+        heads = len(part.group_heads or ())
+        _check_rectangle(part, (batch, heads * group, *rest), (batch, heads, *rest), call)
 
 
-def _check_rectangle(
-    transform: KVTransform, cache: Any, q: tuple[int, ...], k: tuple[int, ...], call: Call
-) -> None:
-    """Raises unless a cache of one rectangle is the transform's, for these shapes."""
-    if not isinstance(cache, LayerCache | Reading):
-        raise TypeError(f"attend takes a cache from init_cache, got {type(cache).__name__}")
-    if cache.transform != transform:
-        raise ValueError(f"the cache was made for {cache.transform!r}, got {transform!r}")
+def _check_rectangle(cache: Any, q: tuple[int, ...], k: tuple[int, ...], call: Call) -> None:
+    """Raises unless a cache of one rectangle is one for these shapes."""
+    transform = cache.transform
     kv = cache.kv
     batch, lists, _ = kv.shape
     kv_heads, query_heads, head_dim = lists // kv.unfolded, lists * kv.group, kv.k.shape[3]
@@ -413,6 +449,25 @@ def _check_rectangle(
         raise ValueError(
             f"{transform!r} compresses or selects while decoding: give it one token a step, got "
             f"{q[2]}"
+        )
+
+
+def _kv_heads(cache: Cache) -> int:
+    """Counts the KV heads of a layer's cache."""
+    kvs = [part.kv for part in layer_caches(cache)]
+    return sum(kv.shape[1] // kv.unfolded for kv in kvs)
+
+
+def _check_queries_alone(cache: Cache, phase: Phase) -> None:
+    """Raises ValueError unless there is something that queries without keys can attend to."""
+    if phase == "probe":
+        raise ValueError("tokens that look at a prompt need k and v, got None for phase='probe'")
+    if phase == "prompt" and not all(
+        isinstance(part, Reading) and part.phase for part in layer_caches(cache)
+    ):
+        raise ValueError(
+            "queries without k and v attend to a prompt that has been read with last=False, got "
+            "phase='prompt' without one"
         )
 
 

@@ -21,15 +21,16 @@ class Tokens(NamedTuple):
     """The new tokens of a call.
 
     Args:
-      q, k, v: query head h belongs to KV head `h // (Q / H)`.
+      q, k, v: query head h belongs to KV head `h // (Q / H)`. Without k and v, queries attend to
+        what the cache holds.
       positions: token positions; -1 marks padding.
       predicted: the query as it was predicted a layer earlier; None: it was not.
       inputs: what entered the layer; None: the model does not give it, or no probe asks for it.
     """
 
     q: Float[Array, "B Q T D"]
-    k: Float[Array, "B H T D"]
-    v: Float[Array, "B H T D"]
+    k: Float[Array, "B H T D"] | None
+    v: Float[Array, "B H T D"] | None
     positions: Int[Array, "B T"]
     predicted: Float[Array, "B Q T D"] | None = None
     inputs: Inputs | None = None
@@ -38,15 +39,15 @@ class Tokens(NamedTuple):
         """The tokens of some KV heads, each with its `group` query heads."""
         kv, query = jnp.asarray(kv_heads), query_heads(kv_heads, group)
         predicted = None if self.predicted is None else self.predicted[:, query]
-        k, v = self.k[:, kv], self.v[:, kv]
+        k, v = (None if x is None else x[:, kv] for x in (self.k, self.v))
         return self._replace(q=self.q[:, query], k=k, v=v, predicted=predicted)
 
     def rotated(self, rope: Rope) -> Tokens:
         """The tokens with queries and keys rotated at their positions."""
-        q, k = rope.rotate(self.q, self.positions), rope.rotate(self.k, self.positions)
-        predicted = self.predicted
-        if predicted is not None:
-            predicted = rope.rotate(predicted, self.positions)
+        q, k, predicted = (
+            None if x is None else rope.rotate(x, self.positions)
+            for x in (self.q, self.k, self.predicted)
+        )  # fmt: skip
         return self._replace(q=q, k=k, predicted=predicted)
 
 
@@ -60,6 +61,7 @@ class Call:
       options: scale, window, soft cap and sinks.
       phase: whether the tokens are those of a prompt, of a probe, or of a step (static).
       last: whether they complete the prompt (static).
+      repeats: whether a step's tokens may be some that the cache holds already (static).
       implementation: of the operations in `pallas_kernels` (static).
     """
 
@@ -68,6 +70,7 @@ class Call:
     phase: Phase = field(metadata={"static": True})
     last: bool = field(metadata={"static": True})
     implementation: str | None = field(default=None, metadata={"static": True})
+    repeats: bool = field(default=False, metadata={"static": True})
 
     @property
     def kernel_options(self) -> dict:
@@ -97,6 +100,17 @@ def query_positions(
     if not needs.reposition:
         return positions
     rank = take_slots(key_positions(needs, kv), jnp.minimum(slots, kv.slots - 1))
+    return jnp.repeat(rank, kv.group, axis=1)
+
+
+def held_query_positions(
+    needs: Needs, kv: KVCache, positions: Int[Array, "B T"]
+) -> Int[Array, "B T"] | Int[Array, "B Q T"]:
+    """Gives the numbers at which queries are rotated whose tokens the cache holds already."""
+    if not needs.reposition:
+        return positions
+    earlier = kv.position[:, :, None] < positions[:, None, :, None]
+    rank = (earlier & kv.live[:, :, None]).sum(-1, dtype=jnp.int32)
     return jnp.repeat(rank, kv.group, axis=1)
 
 

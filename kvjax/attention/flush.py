@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
 
 from kvjax.attention.call import key_positions
 from kvjax.attention.layer import (
     Cache,
+    Clock,
     LayerCache,
     check_caches,
     layer_caches,
@@ -22,6 +25,9 @@ from kvjax.checks import check_count
 from kvjax.compose.chain import decide_parts
 from kvjax.devices import explicit_mesh, in_automatic_mode
 from kvjax.protocol import Step, on_request
+from pallas_kernels.base.varying import varying
+
+Caches = TypeVar("Caches")  # a LayerCache, or a pytree of them
 
 
 def flush(
@@ -44,7 +50,8 @@ def flush(
       implementation: of the operations in `pallas_kernels`, as in `attend` (static).
 
     Returns:
-      The caches. Those of methods that do nothing now and then come back as they are.
+      The caches. Those of methods that do nothing now and then come back as they are, and so do
+      those that flush themselves.
 
     Raises:
       TypeError: no caches.
@@ -52,15 +59,15 @@ def flush(
 
     Example:
       >>> import jax, jax.numpy as jnp, kvjax
-      >>> attend = jax.jit(kvjax.attend, static_argnums=0, static_argnames="phase")
+      >>> attend = jax.jit(kvjax.attend, static_argnames="phase")
       >>> flush = jax.jit(kvjax.flush)
       >>> tx = kvjax.Every(kvjax.SnapKV(budget=40), steps=8)
       >>> cache = kvjax.init_cache(tx, batch=1, kv_heads=2, head_dim=16, max_prompt=64, max_new=16)
       >>> rows = jnp.ones((1, 2, 64, 16))
-      >>> _, cache = attend(tx, cache, rows, rows, rows, jnp.arange(64)[None], phase="prompt")
+      >>> _, cache = attend(cache, rows, rows, rows, jnp.arange(64)[None], phase="prompt")
       >>> for position in range(64, 80):
       ...     new, at = rows[:, :, :1], jnp.array([[position]])
-      ...     _, cache = attend(tx, cache, new, new, new, at, phase="decode")
+      ...     _, cache = attend(cache, new, new, new, at, phase="decode")
       ...     if (position - 63) % kvjax.flush_interval(cache) == 0:
       ...         cache = flush(cache)
       >>> int(cache.kv.live[0, 0].sum()), int(cache.kv.dropped.sum())
@@ -84,18 +91,111 @@ def flush(
 def flush_interval(caches: Cache | tuple[Cache, ...]) -> int | None:
     """M: after so many decode steps the caches must be flushed; None: never.
 
-    The least of all layers' intervals, also of caches that are stacked by layer. It is static, as
-    `flush` and the loop around it need it.
+    The least of all layers' intervals, also of caches that are stacked by layer. Caches that flush
+    themselves have none. It is static, as `flush` and the loop around it need it.
     """
     check_caches(caches, "flush_interval", stacked=True, resting=True)
-    intervals = (cache.kv.interval for cache in layer_caches(caches))
+    waits = (cache for cache in layer_caches(caches) if cache.clock is None)
+    intervals = (cache.kv.interval for cache in waits)
     return min((steps for steps in intervals if steps is not None), default=None)
+
+
+def self_flushing(caches: Caches) -> Caches:
+    """Caches that flush themselves, for a decode loop that has no place for `kvjax.flush`.
+
+    Each one counts its decode steps, and `attend` flushes it before the step for which it would
+    have no room: at the steps, and with the result, of a loop that calls `flush` after every
+    `flush_interval(caches)` of them. That number is the least of all layers given here, so give
+    the caches of all layers together. A further prompt flushes at its end the rows that had no part
+    in it.
+
+    A step then holds one `jax.lax.cond`, which `jax.vmap` computes on both sides. A loop of your
+    own is a little faster with `flush` outside of its steps.
+
+    Args:
+      caches: of one layer, or a pytree of them, such as a list by layer, as `init_cache` makes them
+        or right behind a prompt or a flush.
+
+    Returns:
+      The caches, of which those that have nothing to flush are as they were. Donate them to
+      `attend` as any others.
+
+    Raises:
+      TypeError: `caches` holds something else.
+      ValueError: a prompt is not complete, or caches are stacked by layer.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, kvjax
+      >>> attend = jax.jit(kvjax.attend, static_argnames="phase")
+      >>> tx = kvjax.Every(kvjax.SnapKV(budget=40), steps=8)
+      >>> cache = kvjax.init_cache(tx, batch=1, kv_heads=2, head_dim=16, max_prompt=64, max_new=16)
+      >>> rows, cache = jnp.ones((1, 2, 64, 16)), kvjax.self_flushing(cache)
+      >>> _, cache = attend(cache, rows, rows, rows, jnp.arange(64)[None], phase="prompt")
+      >>> for position in range(64, 80):
+      ...     new, at = rows[:, :, :1], jnp.array([[position]])
+      ...     _, cache = attend(cache, new, new, new, at, phase="decode")
+      >>> int(cache.kv.dropped.sum())
+      0
+    """
+    check_caches(caches, "self_flushing")
+    interval = flush_interval(caches)
+
+    def with_clock(cache: LayerCache) -> LayerCache:
+        if cache.kv.interval is None or cache.clock is not None:
+            return cache
+        waiting = jnp.zeros_like(cache.kv.length)
+        return dataclasses.replace(cache, clock=Clock(waiting, interval))
+
+    return map_parts(with_clock, caches)
+
+
+def flushed_before_step(
+    cache: LayerCache,
+    tokens: int | Int[Array, ""],
+    implementation: str | None,
+    *arrays: Array,
+) -> LayerCache:
+    """A cache with room for the tokens of a step, if it flushes itself; others as they are.
+
+    Args:
+      tokens: of each row in the step; 0 where all of them are there already.
+      implementation: as in `flush`.
+      arrays: of the step, over whose mesh axes the cache varies inside `jax.shard_map`.
+    """
+    clock = cache.clock
+    if clock is None:
+        return cache
+    due = (clock.waiting + tokens > clock.interval).any()
+    cache = _flush_if(due, cache, implementation, *arrays)
+    waiting = jnp.where(due, 0, clock.waiting) + tokens
+    return dataclasses.replace(cache, clock=dataclasses.replace(clock, waiting=waiting))
+
+
+def flushed_behind_prompt(
+    cache: LayerCache, rows: Bool[Array, " B"], implementation: str | None, *arrays: Array
+) -> LayerCache:
+    """A cache that flushes itself, behind a prompt of some rows; other caches as they are."""
+    clock = cache.clock
+    if clock is None:
+        return cache
+    cache = _flush_if(~rows.all(), cache, implementation, *arrays)
+    clock = dataclasses.replace(clock, waiting=jnp.zeros_like(clock.waiting))
+    return dataclasses.replace(cache, clock=clock)
+
+
+def _flush_if(
+    due: Bool[Array, ""], cache: LayerCache, implementation: str | None, *arrays: Array
+) -> LayerCache:
+    def flush_now(cache: LayerCache) -> LayerCache:
+        return varying(_flush(cache, cache.clock.interval, implementation), *arrays)
+
+    return jax.lax.cond(due, flush_now, lambda cache: cache, varying(cache, *arrays))
 
 
 def _flush_layer(cache: LayerCache, steps: int, implementation: str | None) -> LayerCache:
     placement = cache.placement
     flush_part = functools.partial(_flush, steps=steps, implementation=implementation)
-    if cache.kv.interval is None:
+    if cache.kv.interval is None or cache.clock is not None:
         return cache
     if placement is None:
         return flush_part(cache)

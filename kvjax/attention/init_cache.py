@@ -135,7 +135,7 @@ def init_cache(
     dtype = floating(dtype)
     if not is_bound(transform):
         raise ValueError(
-            f"{transform!r} decides per layer: give init_cache and attend one element of "
+            f"{transform!r} decides per layer: give init_cache one element of "
             "kvjax.bind(transform, num_layers)"
         )
     mesh = None if mesh is None else check_mesh(mesh)
@@ -149,13 +149,15 @@ def init_cache(
             init_cache(tx, kv_heads=len(heads), query_heads=len(heads) * group, **same)
             for heads, tx in transform.groups
         )
+        caches = tuple(
+            dataclasses.replace(cache, placement=whole, group_heads=heads)
+            for cache, (heads, _) in zip(made, transform.groups, strict=True)
+        )
         if transform.order is None:
-            return tuple(dataclasses.replace(cache, placement=whole) for cache in made)
+            return caches
         return tuple(
-            dataclasses.replace(
-                cache, placement=whole, heads=jnp.array(of_layers[layer], jnp.int32)
-            )
-            for cache, of_layers in zip(made, transform.heads, strict=True)
+            dataclasses.replace(cache, heads=jnp.array(of_layers[layer], jnp.int32))
+            for cache, of_layers in zip(caches, transform.heads, strict=True)
         )
     extent, needs = transform.extent(Extent(max_prompt, max_new)), transform.needs
     if needs.reposition and needs.decode_queries:

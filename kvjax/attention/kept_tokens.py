@@ -27,11 +27,11 @@ def kept_tokens(cache: Cache) -> Int[Array, "B T"]:
 
     Example:
       >>> import jax, jax.numpy as jnp, kvjax
-      >>> attend = jax.jit(kvjax.attend, static_argnums=0, static_argnames="phase")
+      >>> attend = jax.jit(kvjax.attend, static_argnames="phase")
       >>> tx = kvjax.StreamingLLM(budget=3, sinks=1)
       >>> cache = kvjax.init_cache(tx, batch=1, kv_heads=2, head_dim=4, max_prompt=5, max_new=1)
       >>> rows = jnp.ones((1, 2, 5, 4))
-      >>> _, cache = attend(tx, cache, rows, rows, rows, jnp.arange(5)[None], phase="prompt")
+      >>> _, cache = attend(cache, rows, rows, rows, jnp.arange(5)[None], phase="prompt")
       >>> kvjax.kept_tokens(cache).tolist()
       [[0, 3, 4, -1]]
     """

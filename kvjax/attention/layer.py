@@ -56,6 +56,21 @@ class QueryWindow(NamedTuple):
 
 @pytree_node
 @dataclass(frozen=True)
+class Clock:
+    """Counts the decode steps of a cache that flushes itself (`kvjax.self_flushing`).
+
+    Args:
+      waiting: tokens that each row has been offered since its last flush, `[B]`. They count for
+        rows that took no part, as steps do in a loop that flushes.
+      interval: M, the steps after which the cache is flushed (static).
+    """
+
+    waiting: Int[Array, " B"]
+    interval: int = field(metadata={"static": True})
+
+
+@pytree_node
+@dataclass(frozen=True)
 class LayerCache:
     """Everything that one attention layer carries from call to call.
 
@@ -77,6 +92,10 @@ class LayerCache:
       options: scale, window and soft cap of its attention (static). Where the cache
         is to be flushed it holds the sinks of the last prompt, -inf where there were none.
       placement: the devices that it is divided among (static); None: `attend` divides nothing.
+      group_heads: the numbers of the KV heads that are here, in the cache of `HeadGroups` (static);
+        None: all of them are.
+      clock: the steps since the last flush, in a cache that flushes itself; None: a loop calls
+        `flush`, or nothing has to be flushed.
     """
 
     kv: KVCache
@@ -88,6 +107,8 @@ class LayerCache:
     max_length: int = field(metadata={"static": True})
     options: AttentionOptions
     placement: Placement | None = field(default=None, metadata={"static": True})
+    group_heads: tuple[int, ...] | None = field(default=None, metadata={"static": True})
+    clock: Clock | None = None
 
 
 @pytree_node
@@ -124,6 +145,7 @@ class Reading:
 
     kv = property(lambda self: self.cache.kv)
     heads = property(lambda self: self.cache.heads)
+    group_heads = property(lambda self: self.cache.group_heads)
     transform = property(lambda self: self.cache.transform)
     placement = property(lambda self: self.cache.placement)
     max_length = property(lambda self: self.cache.max_length)

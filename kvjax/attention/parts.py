@@ -74,6 +74,7 @@ def has_rows(cache: Part) -> Part:
         rope=rope,
         heads=every(cache.heads, False),
         options=options,
+        clock=every(cache.clock),
     )
 
 

@@ -10,7 +10,14 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.attention.call import Call, Tokens, add_attention, key_positions, query_positions
+from kvjax.attention.call import (
+    Call,
+    Tokens,
+    add_attention,
+    held_query_positions,
+    key_positions,
+    query_positions,
+)
 from kvjax.attention.layer import LayerCache, Part, QueryWindow, Reading, kept_rope, map_parts
 from kvjax.cache.rearrange import compact, decoded, encoded, widen
 from kvjax.cache.record import Record
@@ -101,6 +108,24 @@ def read(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B 
         phase="prompt",
     )  # fmt: skip
     return out.reshape(q.shape).astype(q.dtype), reading
+
+
+def read_only(reading: Reading, tokens: Tokens, call: Call) -> Float[Array, "B Q T D"]:
+    """Attends to the prompt so far: queries alone, of which the transform takes no notice."""
+    kv, needs, positions = reading.kv, reading.transform.needs, tokens.positions
+    if call.rope is not None and not needs.unrotated_keys:
+        tokens = tokens.rotated(call.rope)
+    q, keys = tokens.q, kv.k.read()
+    if needs.unrotated_keys:
+        keys = call.rope.rotate(keys, key_positions(needs, kv))
+        q = call.rope.rotate(q, held_query_positions(needs, kv, positions))
+    grouped = q.reshape(q.shape[0], kv.shape[1], -1, *q.shape[2:])
+    out, lse = prompt_attention(
+        Queries(grouped, positions), keys, kv.v.read(), Seen(kv.log_mass, kv.position),
+        **call.kernel_options,
+    )  # fmt: skip
+    _, out = beside_sinks(call.options.sinks, lse, out)
+    return out.reshape(q.shape).astype(q.dtype)
 
 
 def before_look(caches: Any) -> Any:

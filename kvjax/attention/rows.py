@@ -53,12 +53,12 @@ def take_rows(caches: Caches, index: Rows) -> Caches:
 
     Example:
       >>> import jax, jax.numpy as jnp, kvjax
-      >>> attend = jax.jit(kvjax.attend, static_argnums=0, static_argnames="phase")
+      >>> attend = jax.jit(kvjax.attend, static_argnames="phase")
       >>> tx = kvjax.SnapKV(budget=24, window=8)
       >>> cache = kvjax.init_cache(tx, batch=2, kv_heads=2, head_dim=4, max_prompt=32, max_new=4)
       >>> tokens = jnp.ones((2, 2, 32, 4))
       >>> at = jnp.stack([jnp.arange(32), jnp.where(jnp.arange(32) < 7, jnp.arange(32), -1)])
-      >>> _, cache = attend(tx, cache, tokens, tokens, tokens, at, phase="prompt")
+      >>> _, cache = attend(cache, tokens, tokens, tokens, at, phase="prompt")
       >>> kvjax.take_rows(cache, [1, 1, 0]).kv.length.tolist()
       [7, 7, 32]
     """

@@ -7,10 +7,17 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.attention.call import Call, Tokens, add_attention, key_positions, query_positions
+from kvjax.attention.call import (
+    Call,
+    Tokens,
+    add_attention,
+    held_query_positions,
+    key_positions,
+    query_positions,
+)
 from kvjax.attention.layer import LayerCache
 from kvjax.cache.payload import Dense
-from kvjax.cache.slots import append
+from kvjax.cache.slots import FREE, append
 from kvjax.compose.chain import decide_parts
 from kvjax.protocol import Needs, Step, View, on_request, selected_by
 from pallas_kernels import Queries, Seen, Turn, decode_attention
@@ -26,8 +33,10 @@ def decode(
         tokens = tokens._replace(predicted=None)
     if call.rope is not None and not needs.unrotated_keys:
         tokens = tokens.rotated(call.rope)
-    q = tokens.q
-    kv, slots = append(cache.kv, cache.kv.unfold(tokens.k), cache.kv.unfold(tokens.v), positions)
+    q, added = tokens.q, positions
+    if call.repeats:  # what the cache holds already attends, and is padding in all else
+        added = jnp.where(positions < cache.kv.length[:, None], FREE, positions)
+    kv, slots = append(cache.kv, cache.kv.unfold(tokens.k), cache.kv.unfold(tokens.v), added)
     view = View(
         kv, slots, window=call.options.window, implementation=call.implementation,
         requested=on_request(predicted=tokens.predicted),
@@ -36,16 +45,23 @@ def decode(
     kv, rotation = view.cache, None
     if needs.unrotated_keys:
         rotation = call.rope.at(key_positions(needs, kv))
-        q = call.rope.rotate(q, query_positions(needs, kv, slots, positions))
+        at = (
+            held_query_positions(needs, kv, positions)
+            if call.repeats
+            else (query_positions(needs, kv, slots, positions))
+        )
+        q = call.rope.rotate(q, at)
     out, mass = _attention(needs, view, q, rotation, positions, call)
+    if call.repeats and mass is not None:
+        mass = jnp.where((added >= 0).any(1)[:, None, None], mass, 0.0)
     if needs.accumulated_attention:
         kv = add_attention(kv, mass)
     # A method that observes queries goes on with those of decoding.
-    window = None if cache.window is None else cache.window.add(q, positions)
+    window = None if cache.window is None else cache.window.add(q, added)
     query, query_position = window or (None, None)
     requested = on_request(mass=mass, query=query, query_position=query_position)
     step = Step(
-        rows=(positions >= 0).any(1), rope=call.rope, moment="step", options=call.options,
+        rows=(added >= 0).any(1), rope=call.rope, moment="step", options=call.options,
         implementation=call.implementation, output=out, requested=requested,
     )  # fmt: skip
     kv, state = decide_parts(transform, kv, state, step)
@@ -69,6 +85,27 @@ def _elsewhere(view: View, queries: Queries, call: Call) -> Elsewhere | None:
     )
     lse, out = join_elsewhere(sinks, lse, out)
     return Elsewhere(lse, out)
+
+
+def attend_only(cache: LayerCache, tokens: Tokens, call: Call) -> Float[Array, "B Q T D"]:
+    """Attends to what the cache holds: queries alone, of which the transform takes no notice."""
+    transform, needs, positions = cache.transform, cache.transform.needs, tokens.positions
+    if not needs.predicted_query:
+        tokens = tokens._replace(predicted=None)
+    if call.rope is not None and not needs.unrotated_keys:
+        tokens = tokens.rotated(call.rope)
+    q, kv, rotation = tokens.q, cache.kv, None
+    nowhere = jnp.full((*kv.shape[:2], q.shape[2]), kv.slots, jnp.int32)
+    view = View(
+        kv, nowhere, window=call.options.window, implementation=call.implementation,
+        requested=on_request(predicted=tokens.predicted),
+    )  # fmt: skip
+    view, _ = selected_by(transform, view, cache.state, q)
+    if needs.unrotated_keys:
+        rotation = call.rope.at(key_positions(needs, kv))
+        q = call.rope.rotate(q, held_query_positions(needs, kv, positions))
+    out, _ = _attention(Needs(), view, q, rotation, positions, call)
+    return out.astype(q.dtype)
 
 
 def _attention(

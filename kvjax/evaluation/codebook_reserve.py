@@ -58,7 +58,7 @@ def reserve_ratio(layers: Sequence[LayerCache], tokens: Int[Array, " B"]) -> Res
       >>> cache = kvjax.init_cache(tx, batch=1, kv_heads=2, head_dim=8, max_prompt=16, max_new=0,
       ...                          dtype="float32")
       >>> rows = jnp.ones((1, 2, 16, 8))
-      >>> _, cache = kvjax.attend(tx, cache, rows, rows, rows, jnp.arange(16)[None],
+      >>> _, cache = kvjax.attend(cache, rows, rows, rows, jnp.arange(16)[None],
       ...                         phase="prompt", rope=rope)
       >>> reserve = kvjax.evaluation.reserve_ratio([cache], jnp.array([16]))
       >>> round(reserve.stored, 4), round(reserve.used, 4), round(reserve.equation_15, 4)

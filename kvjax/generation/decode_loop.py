@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from kvjax.attention.dropped import check_dropped
 from kvjax.attention.flush import flush_interval
 from kvjax.attention.layer import Cache
 from kvjax.attention.parts import mesh_of_cache, placed
@@ -506,6 +507,7 @@ class Writing:
             new_tokens=context.new_tokens + np.array([len(row) for row in rows], np.int32),
             waiting=put(np.int32(self._waiting), self._mesh),
         )
+        check_dropped(context.held)
         self._result = Generation(
             tokens=[row[:-1] if end else row for row, end in zip(rows, ended, strict=True)],
             ended=ended,

@@ -272,7 +272,7 @@ def _sample(x: Array | np.ndarray) -> Array | np.ndarray:
     if not x.size:
         return np.zeros(0)
     places = np.unique(np.linspace(0, x.size - 1, _SAMPLES).astype(np.int64))
-    index = np.unravel_index(places, x.shape)
+    index = np.unravel_index(places, x.shape) if x.ndim else ()
     if isinstance(x, np.ndarray):
         return x[index]
     devices = x.sharding.device_set

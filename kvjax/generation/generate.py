@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
+from kvjax.attention.dropped import check_dropped
 from kvjax.checks import check_count
 from kvjax.compose.bind import bind
 from kvjax.devices import automatic
@@ -57,6 +58,7 @@ def read(
 
     Raises:
       TypeError, ValueError: as `generate`, and for a `max_prompt` below the longest prompt.
+      RuntimeError: as `kvjax.check_dropped`.
 
     Example:
       >>> import kvjax
@@ -78,6 +80,7 @@ def read(
     layers = bind(transform, functional.num_layers, functional.windows, size.max_tokens)
     start, compiler = Start(transform, layers, size, widths), Compiler(on_compile, on_layer)
     context = first_turn(functional, prompts, start, compiler, document)
+    check_dropped(context.held)
     # A kept context needs a fingerprint, so that a later call can refuse another model.
     context = dataclasses.replace(context, fingerprint=Fingerprint.of(functional))
     return context.at_rest(donate=True, compiler=compiler)
@@ -197,6 +200,8 @@ def generate(
         the vocabulary, more tokens than the model's positions, the buckets or the context can hold,
         a context of another model.
       FloatingPointError: the logits of a row are NaN or infinite; names the row and the new token.
+      RuntimeError: a method keeps more than it promises, so that tokens were lost; raised behind
+        the last token (see `kvjax.check_dropped`).
 
     Example:
       >>> import kvjax

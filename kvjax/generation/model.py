@@ -25,7 +25,7 @@ class LanguageModel(Protocol):
     A callable that is not an NNX module must be hashable and must not change: its arrays become
     constants of the compiled code. `FunctionalModel` passes them as arguments.
 
-    Each attention layer i calls `kvjax.attend(layers[i], caches[i], ...)` and passes on the `phase`
+    Each attention layer i calls `kvjax.attend(caches[i], ...)` and passes on the `phase`
     and `last` that the model was called with. The model returns the new caches. It may also pass
     `predicted_query` to `attend`, and it passes any learned `sinks`, in prompts and in steps.
 

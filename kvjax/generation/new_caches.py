@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
 from kvjax.attention.all_heads import AllHeads, all_heads_of
@@ -13,12 +14,18 @@ from kvjax.attention.init_cache import init_cache
 from kvjax.attention.layer import Cache, LayerCache, layer_caches, map_parts
 from kvjax.attention.parts import placed
 from kvjax.budgets.layers import layers_of
-from kvjax.checks import floating
+from kvjax.cache.rope import Rope
+from kvjax.checks import check_count, floating
 from kvjax.compiled_code import compiled
+from kvjax.compose.bind import bind
 from kvjax.compose.wrappers import Heads
 from kvjax.devices import mesh_of
 from kvjax.generation.model import FunctionalModel
 from kvjax.protocol import AttentionOptions, KVTransform, State
+from kvjax.registry import as_transform
+
+OfLayers = float | tuple[float | None, ...] | None
+"""A number for all layers, or a tuple with one for each; None: the default."""
 
 
 class CacheSize(NamedTuple):
@@ -84,6 +91,70 @@ class CacheSize(NamedTuple):
         """
         options = {} if attention is None else attention.static
         return init_cache(transform, layer=layer, **self._asdict(), **options)
+
+
+def init_caches(
+    transform: KVTransform | str,
+    *,
+    num_layers: int,
+    batch: int,
+    kv_heads: int,
+    head_dim: int,
+    max_prompt: int,
+    max_new: int,
+    query_heads: int | None = None,
+    dtype: DTypeLike | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    max_length: int | None = None,
+    scale: OfLayers = None,
+    windows: Sequence[int | None] = (),
+    soft_cap: OfLayers = None,
+    rope: Rope | None = None,
+) -> tuple[Cache, ...]:
+    """Empty caches for all attention layers of a model: `init_cache` for each element of `bind`.
+
+    Args:
+      transform: the method, or its text.
+      num_layers: of the model.
+      batch, kv_heads, head_dim, max_prompt, max_new, query_heads, dtype, mesh, max_length, rope: as
+        in `init_cache`.
+      scale, soft_cap: as in `init_cache`: one number for all layers, or a tuple with one for each.
+      windows: sliding window of each layer, None where it has none; empty: no layer has one. A
+        layer whose window is shorter than a text may become is a `kvjax.Ring` (see `bind`).
+
+    Returns:
+      A cache for each layer, in a tuple.
+
+    Raises:
+      TypeError, ValueError: as `init_cache` and `bind`; a tuple of another number of layers.
+
+    Example:
+      >>> import kvjax
+      >>> caches = kvjax.init_caches("snapkv(budget=64)", num_layers=3, batch=2, kv_heads=4,
+      ...     head_dim=16, max_prompt=512, max_new=32, windows=(128, 128, None))
+      >>> [cache.kv.shape for cache in caches]
+      [(2, 4, 128), (2, 4, 128), (2, 4, 96)]
+    """
+    check_count("max_prompt", max_prompt, 1)
+    check_count("max_new", max_new, 0)
+    layers = bind(as_transform(transform, "init_caches"), num_layers, windows, max_prompt + max_new)
+    windows = tuple(windows) or (None,) * num_layers
+    for name, option in (("scale", scale), ("soft_cap", soft_cap)):
+        if isinstance(option, tuple) and len(option) != num_layers:
+            raise ValueError(f"{name} must have {num_layers} entries, got {len(option)}")
+
+    def of_layer(option: OfLayers, layer: int) -> float | None:
+        return option[layer] if isinstance(option, tuple) else option
+
+    return tuple(
+        init_cache(
+            bound, layer=layer, batch=batch, kv_heads=kv_heads, head_dim=head_dim,
+            max_prompt=max_prompt, max_new=max_new, query_heads=query_heads, dtype=dtype,
+            mesh=mesh, max_length=max_length, scale=of_layer(scale, layer),
+            window=windows[layer], soft_cap=of_layer(soft_cap, layer), rope=rope,
+        )
+        for layer, bound in enumerate(layers)
+    )  # fmt: skip
 
 
 class LayerStates(NamedTuple):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 from jax.typing import DTypeLike
 
+from kvjax.attention.dropped import check_dropped
 from kvjax.compose.bind import bind
 from kvjax.devices import automatic
 from kvjax.generation.calibration import with_named
@@ -146,6 +147,7 @@ class ReadOnce:
             )  # fmt: skip
         # The rest is copied, so that a call may take over the memory of the context.
         held = tuple(jax.block_until_ready(caches))
+        check_dropped(held)
         return dataclasses.replace(without_caches.copy(), held=held)
 
     def _bind(self, transform: KVTransform) -> tuple[KVTransform, ...]:

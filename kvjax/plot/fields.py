@@ -82,11 +82,11 @@ def held(axes: Axes, caches: Sequence[Cache], *, row: int = 0) -> AxesImage:
       >>> import jax, jax.numpy as jnp, kvjax
       >>> from kvjax import plot
       >>> from matplotlib.figure import Figure
-      >>> attend = jax.jit(kvjax.attend, static_argnums=0, static_argnames="phase")
+      >>> attend = jax.jit(kvjax.attend, static_argnames="phase")
       >>> tx = kvjax.StreamingLLM(budget=3, sinks=1)
       >>> cache = kvjax.init_cache(tx, batch=1, kv_heads=2, head_dim=4, max_prompt=5, max_new=1)
       >>> rows = jnp.ones((1, 2, 5, 4))
-      >>> _, cache = attend(tx, cache, rows, rows, rows, jnp.arange(5)[None], phase="prompt")
+      >>> _, cache = attend(cache, rows, rows, rows, jnp.arange(5)[None], phase="prompt")
       >>> plot.held(Figure().subplots(), [cache]).get_array().tolist()
       [[1, 0, 0, 1, 1], [1, 0, 0, 1, 1]]
     """
@@ -154,11 +154,11 @@ def similarity(axes: Axes, caches: Sequence[Cache], *, row: int = 0) -> AxesImag
       >>> import jax, jax.numpy as jnp, kvjax
       >>> from kvjax import plot
       >>> from matplotlib.figure import Figure
-      >>> attend = jax.jit(kvjax.attend, static_argnums=0, static_argnames="phase")
+      >>> attend = jax.jit(kvjax.attend, static_argnames="phase")
       >>> tx = kvjax.Full()
       >>> cache = kvjax.init_cache(tx, batch=1, kv_heads=1, head_dim=2, max_prompt=3, max_new=1)
       >>> rows = jnp.array([[[[1.0, 0.0], [2.0, 0.0], [0.0, 3.0]]]])
-      >>> _, cache = attend(tx, cache, rows, rows, rows, jnp.arange(3)[None], phase="prompt")
+      >>> _, cache = attend(cache, rows, rows, rows, jnp.arange(3)[None], phase="prompt")
       >>> plot.similarity(Figure().subplots(), [cache]).get_array()[0, :2].tolist()
       [1.0, 0.0]
     """

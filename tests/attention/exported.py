@@ -45,7 +45,7 @@ def programs(transform: KVTransform, cache, batch=3) -> dict[str, jax.export.Exp
     looking = [("probe", LOOKING)] if has_probe(transform) else []
     for phase, width in (("prompt", WIDTH), *looking, ("decode", 1)):
         last = phase != "prompt" or not looking
-        call = functools.partial(kvjax.attend, transform, phase=phase, last=last)
+        call = functools.partial(kvjax.attend, phase=phase, last=last)
         if not last:
             call = functools.partial(document, call)
         given = jax.eval_shape(lambda width=width: tokens().at(right([0] * 3, LENGTHS, width)))

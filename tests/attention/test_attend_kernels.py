@@ -60,13 +60,11 @@ def decode(transform, implementation):
     tokens = Tokens.random(rows=2, length=max(PROMPTS) + STEPS, head_dim=DIM)
     cache = new_cache(transform, **SIZE)
     prompt = tokens.at(right([0, 0], PROMPTS, max(PROMPTS)))
-    _, cache = attend(transform, cache, *prompt, phase="prompt", rope=ROPE)
+    _, cache = attend(cache, *prompt, phase="prompt", rope=ROPE)
     outs = []
     for step in range(STEPS):
         token = tokens.at(np.reshape(PROMPTS, (2, 1)) + step)
-        out, cache = attend(
-            transform, cache, *token, phase="decode", rope=ROPE, implementation=implementation
-        )
+        out, cache = attend(cache, *token, phase="decode", rope=ROPE, implementation=implementation)
         outs.append(out)
     return jnp.stack(outs), cache
 
@@ -102,7 +100,7 @@ def test_a_loop_of_steps_lowers_for_cuda_and_never_waits_for_the_host(transform)
             cache, out = carry
             position = jnp.full((2, 1), i, jnp.int32)
             out, cache = kvjax.attend(
-                transform, cache, q + out, k, v, position, phase="decode", rope=ROPE,
+                cache, q + out, k, v, position, phase="decode", rope=ROPE,
                 implementation="pallas",
             )  # fmt: skip
             return cache, out
@@ -156,7 +154,7 @@ def read(transform, implementation, **logits):
     for number, counts in enumerate(CHUNKS):
         chunk = tokens.at(right(start, counts, max(counts)))
         out, cache = attend(
-            transform, cache, *chunk, phase="prompt", last=number == 1, rope=ROPE,
+            cache, *chunk, phase="prompt", last=number == 1, rope=ROPE,
             implementation=implementation, **logits,
         )  # fmt: skip
         outs.append(out)
@@ -212,9 +210,7 @@ def test_a_prompt_lowers_for_cuda_without_a_loop_of_attention(name):
     tokens, transform = Tokens.random(rows=2, length=20, head_dim=DIM), READERS[name]
 
     def prompt(cache, *tokens):
-        return kvjax.attend(
-            transform, cache, *tokens, phase="prompt", rope=ROPE, implementation="pallas"
-        )
+        return kvjax.attend(cache, *tokens, phase="prompt", rope=ROPE, implementation="pallas")
 
     cache = new_cache(transform, **SIZE)
     chunk = tokens.at(np.tile(np.arange(20), (2, 1)))

@@ -31,7 +31,7 @@ def loss(phase: str, name: str, implementation: str = "xla", frequency: bool = F
         rope = kvjax.Rope(x * jnp.ones(4)) if frequency else None
         scaled = tokens if frequency else [token * x for token in tokens]
         out, _ = kvjax.attend(
-            transform, cache, *scaled, jnp.arange(count)[None], phase=phase, rope=rope,
+            cache, *scaled, jnp.arange(count)[None], phase=phase, rope=rope,
             implementation=implementation,
         )  # fmt: skip
         return jnp.square(out).sum()

@@ -71,7 +71,7 @@ def test_a_probe_notes_what_enters_each_layer(parts):
 def call(transform, inputs, phase="prompt"):
     cache = kvjax.init_cache(transform, batch=1, kv_heads=2, head_dim=4, max_prompt=8, max_new=2)
     x = jnp.ones((1, 2, 3, 4))
-    return kvjax.attend(transform, cache, x, x, x, [[0, 1, 2]], phase=phase, inputs=inputs)
+    return kvjax.attend(cache, x, x, x, [[0, 1, 2]], phase=phase, inputs=inputs)
 
 
 def test_inputs_are_ignored_where_nobody_asks():

@@ -132,12 +132,12 @@ def test_steps_with_offload_cannot_be_mapped():
     )  # fmt: skip
 
     def prompt(*row):
-        return kvjax.attend(tx, make(), *row, phase="prompt")[1]
+        return kvjax.attend(make(), *row, phase="prompt")[1]
 
     def step(q, k, v, position):
         new = (x[:, :, :1] for x in (q, k, v))
         cache = prompt(q, k, v, position)
-        return kvjax.attend(tx, cache, *new, position[:, :1], phase="decode")
+        return kvjax.attend(cache, *new, position[:, :1], phase="decode")
 
     *new, position = tokens()
     rows = *(x[:, None, :, :PROMPT] for x in new), position[:, None, :PROMPT]

@@ -80,9 +80,7 @@ def test_a_prompt_leaves_the_structure_of_a_cache(name):
     @jax.jit
     def maybe(new, cache, *given):
         def read(cache):
-            return kvjax.attend(
-                transform, cache, *given, phase="prompt", rope=the_rope(), sinks=sinks
-            )[1]
+            return kvjax.attend(cache, *given, phase="prompt", rope=the_rope(), sinks=sinks)[1]
 
         return jax.lax.cond(new, read, lambda cache: cache, cache)
 
@@ -137,7 +135,7 @@ def test_a_scale_is_a_python_number(scale, error, message):
     cache = kvjax.init_cache(kvjax.Full(), batch=1, kv_heads=1, head_dim=4, max_prompt=4, max_new=4)
     rows = jnp.ones((1, 1, 4, 4))
     with pytest.raises(error, match=message):
-        kvjax.attend(kvjax.Full(), cache, rows, rows, rows, jnp.arange(4)[None], phase="prompt",
+        kvjax.attend(cache, rows, rows, rows, jnp.arange(4)[None], phase="prompt",
                      scale=scale)  # fmt: skip
 
 
@@ -163,7 +161,7 @@ def test_a_traced_scale_is_refused_and_leaves_nothing_behind():
     @jax.jit
     def read(cache, *given):
         scale = 1 / jnp.sqrt(16)
-        return kvjax.attend(transform, cache, *given, phase="prompt", scale=scale)
+        return kvjax.attend(cache, *given, phase="prompt", scale=scale)
 
     given = Tokens.random().at(PROMPT)
     with pytest.raises(TypeError, match=r"1 / jnp\.sqrt"):

@@ -39,7 +39,7 @@ def positions_of(counts, width: int, first=(0, 0)) -> np.ndarray:
 @pytest.fixture
 def attend():
     return jax.jit(
-        kvjax.attend, static_argnums=0,
+        kvjax.attend,
         static_argnames=("phase", "last", "scale", "window", "soft_cap", "implementation"),
     )  # fmt: skip
 
@@ -66,11 +66,11 @@ def test_it_is_the_references(attend, options, chunks, sinks):
     cache = cache_of(**options)
     for part in np.split(np.arange(PROMPT), chunks):
         new = (x[:, :, part] for x in prompt)
-        _, cache = attend(TX, cache, *new, at[:, part], phase="prompt", last=False, **extra)
+        _, cache = attend(cache, *new, at[:, part], phase="prompt", last=False, **extra)
     piece_at = [positions_of(count, PIECE, LENGTHS) for count in counts]
     outs = []
     for new, where in zip(pieces, piece_at, strict=True):
-        out, cache = attend(TX, cache, *new, where, phase="probe", last=False, **extra)
+        out, cache = attend(cache, *new, where, phase="probe", last=False, **extra)
         outs.append(np.asarray(out))
     assert cache.kv.length.tolist() == list(LENGTHS)
     for row in range(BATCH):
@@ -95,8 +95,8 @@ def test_nothing_of_it_is_stored(attend):
     rng = np.random.default_rng(1)
     prompt, piece = tokens_of(rng, PROMPT), tokens_of(rng, PIECE)
     at, piece_at = positions_of(LENGTHS, PROMPT), positions_of((16, 7), PIECE, LENGTHS)
-    _, reading = attend(TX, cache_of(), *prompt, at, phase="prompt", last=False)
-    _, looked = attend(TX, reading, *piece, piece_at, phase="probe", last=False)
+    _, reading = attend(cache_of(), *prompt, at, phase="prompt", last=False)
+    _, looked = attend(reading, *piece, piece_at, phase="probe", last=False)
     plain = dataclasses.replace(looked, record=None, rope=reading.rope)
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(reading), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -109,9 +109,9 @@ def test_chunks_of_pieces_and_head_groups_agree(attend):
     at, piece_at = positions_of(LENGTHS, PROMPT), positions_of((16, 7), PIECE, LENGTHS)
 
     def run(tx):
-        _, cache = attend(tx, cache_of(tx), *prompt, at, phase="prompt", last=False)
+        _, cache = attend(cache_of(tx), *prompt, at, phase="prompt", last=False)
         for number, piece in enumerate(pieces):
-            _, cache = attend(tx, cache, *piece, piece_at, phase="probe", last=number == 1)
+            _, cache = attend(cache, *piece, piece_at, phase="probe", last=number == 1)
         return cache
 
     whole, groups = run(TX), run(kvjax.HeadGroups((((1,), TX), ((0,), TX))))
@@ -126,12 +126,12 @@ def test_questions_stay_whole_and_documents_stay_as_they_are(attend):
     rng = np.random.default_rng(3)
     prompt, piece = tokens_of(rng, PROMPT), tokens_of(rng, PIECE)
     at, piece_at = positions_of((20, 12), PROMPT), positions_of((16, 7), PIECE, (20, 12))
-    _, cache = attend(TX, cache_of(), *prompt, at, phase="prompt", last=False)
-    _, cache = attend(TX, cache, *piece, piece_at, phase="probe", last=True)
+    _, cache = attend(cache_of(), *prompt, at, phase="prompt", last=False)
+    _, cache = attend(cache, *piece, piece_at, phase="probe", last=True)
     before = [set(x[x >= 0].tolist()) for x in np.asarray(cache.kv.position)[:, 0]]
     question = tokens_of(rng, 8)
     asked = positions_of((8, 3), 8, (20, 12))
-    _, cache = attend(TX, cache, *question, asked, phase="prompt")
+    _, cache = attend(cache, *question, asked, phase="prompt")
     after = [set(x[x >= 0].tolist()) for x in np.asarray(cache.kv.position)[:, 0]]
     for old, new, where in zip(before, after, asked, strict=True):
         assert new == old | set(where[where >= 0].tolist())
@@ -140,7 +140,7 @@ def test_questions_stay_whole_and_documents_stay_as_they_are(attend):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda attend, new, at: attend(TX, cache_of(), *new, at, phase="probe"),
+        (lambda attend, new, at: attend(cache_of(), *new, at, phase="probe"),
          "tokens look at a prompt that is not complete"),
     ],
 )  # fmt: skip
@@ -209,7 +209,7 @@ def test_what_a_chunks_slots_received(attend, options, chunks):
     reading = kvjax.begin_document(cache_of(tx, **options))
     for part in np.split(np.arange(PROMPT), chunks):
         new = (x[:, :, part] for x in (q, k, v))
-        _, reading = attend(tx, reading, *new, at[:, part], phase="prompt", last=False, **extra)
+        _, reading = attend(reading, *new, at[:, part], phase="prompt", last=False, **extra)
     for row, length in enumerate(LENGTHS):
         for head in range(KV_HEADS):
             group = slice(head * GROUP, (head + 1) * GROUP)
@@ -236,7 +236,7 @@ def test_sums_are_made_for_documents_and_probes_that_ask(monkeypatch, tx, calls)
 
     def reads(begin):
         made.clear()
-        jax.eval_shape(lambda: kvjax.attend(tx, begin(cache_of(tx)), *new, at, phase="prompt")[0])
+        jax.eval_shape(lambda: kvjax.attend(begin(cache_of(tx)), *new, at, phase="prompt")[0])
         return len(made)
 
     assert reads(kvjax.begin_document) == calls
@@ -246,10 +246,10 @@ def test_sums_are_made_for_documents_and_probes_that_ask(monkeypatch, tx, calls)
 def test_a_document_begins_before_its_first_tokens(attend):
     tx, new = Asks(20), tokens_of(np.random.default_rng(7), PROMPT)
     at = positions_of(LENGTHS, PROMPT)
-    _, reading = attend(tx, cache_of(tx), *new, at, phase="prompt", last=False)
+    _, reading = attend(cache_of(tx), *new, at, phase="prompt", last=False)
     with pytest.raises(ValueError, match="before its first tokens"):
         kvjax.begin_document(reading)
     with pytest.raises(ValueError, match=r"notes documents while.*kvjax.begin_document\(cache\)"):
-        attend(tx, reading, *new, at, phase="probe")
+        attend(reading, *new, at, phase="probe")
     with pytest.raises(TypeError, match="begin_document"):
         kvjax.begin_document(None)

@@ -168,7 +168,7 @@ def test_a_cache_keeps_a_copy_for_its_flushes():
 
     def kept(sinks):
         cache, given = new_cache(transform), tokens().at(right([0, 0, 0], LENGTHS, max(LENGTHS)))
-        return kvjax.attend(transform, cache, *given, phase="prompt", sinks=sinks)[1].options.sinks
+        return kvjax.attend(cache, *given, phase="prompt", sinks=sinks)[1].options.sinks
 
     jaxpr = jax.make_jaxpr(kept)(sinks()).jaxpr
     assert jaxpr.outvars[0].aval.shape == SINKS.shape and jaxpr.outvars[0] not in jaxpr.invars
@@ -192,7 +192,5 @@ def test_as_gpt_oss_in_transformers():
         scaling=HEAD_DIM**-0.5,
     )  # fmt: skip
     cache = new_cache(kvjax.Full(), batch=1, window=7)
-    ours, _ = attending.attend(
-        kvjax.Full(), cache, q, k, v, positions, phase="prompt", sinks=sinks()
-    )
+    ours, _ = attending.attend(cache, q, k, v, positions, phase="prompt", sinks=sinks())
     close(ours, theirs.numpy().transpose(0, 2, 1, 3))

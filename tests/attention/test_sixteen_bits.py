@@ -68,7 +68,7 @@ def outputs(name: str, numbers: str, dtype: str, implementation: str | None = No
     """
     transform, lengths, found = METHODS[name], np.zeros(3, int), {}
     rope = kvjax.Rope(jnp.zeros(4))  # which turns nothing, so that keys stay what they are
-    call = functools.partial(attend, transform, implementation=implementation, rope=rope)
+    call = functools.partial(attend, implementation=implementation, rope=rope)
     cache = new_cache(transform, dtype=jnp.dtype(dtype), max_prompt=40, max_new=2 * STEPS)
     for turn, counts in (("first", LENGTHS), ("further", FURTHER)):
         positions = right(lengths, counts, WIDTH)
@@ -149,7 +149,7 @@ def test_beside_a_token_that_takes_nearly_all_attention(share, phase, implementa
     cache = new_cache(
         kvjax.Full(), 1, dtype=jnp.dtype(dtype), max_prompt=count, max_new=1, scale=1.0
     )
-    call = functools.partial(attend, kvjax.Full(), implementation=implementation, scale=1.0)
+    call = functools.partial(attend, implementation=implementation, scale=1.0)
     where = np.arange(count)
 
     def at(*columns: int) -> list:

@@ -29,9 +29,7 @@ def test_a_step_holds_no_loop_and_no_condition(name):
     """By XLA, whose loops of known length are none; `kvjax.testing.check` looks at kernels."""
     tokens = Tokens.random().at(np.full((3, 1), 24))
     cache = jax.eval_shape(lambda: new_cache(CASES[name]))  # a prompt changes no shape of it
-    step = functools.partial(
-        kvjax.attend, CASES[name], phase="decode", rope=the_rope(), implementation="xla"
-    )
+    step = functools.partial(kvjax.attend, phase="decode", rope=the_rope(), implementation="xla")
     found = control_flow(jax.make_jaxpr(step)(cache, *tokens).jaxpr, lambda inner: inner in OWN)
     assert set(found) <= {"scan"}
 
@@ -61,7 +59,7 @@ def compiled_steps(transform, cache, tokens, count=16):
         def step(number, carry):
             cache, out = carry
             out, cache = kvjax.attend(
-                transform, cache, q + out, k, v, at + number, phase="decode", rope=the_rope()
+                cache, q + out, k, v, at + number, phase="decode", rope=the_rope()
             )
             return cache, out
 

@@ -312,7 +312,7 @@ def test_a_serialized_step_has_the_heads_of_its_layer():
     for number, layer in enumerate(layers):
         cache = kvjax.init_cache(layer, batch=1, kv_heads=2, query_heads=4, head_dim=8,
                                  max_prompt=32, max_new=4, layer=number)  # fmt: skip
-        step = jax.jit(functools.partial(kvjax.attend, layer, phase="prompt"))
+        step = jax.jit(functools.partial(kvjax.attend, phase="prompt"))
         if exported is None:
             exported = jax.export.deserialize(
                 jax.export.export(step)(cache, q, k, v, at).serialize()
@@ -325,13 +325,13 @@ def test_a_serialized_step_has_the_heads_of_its_layer():
 
 def test_recording_is_in_the_order_of_heads():
     """A record has heads in their own order, though groups have another one."""
-    from kvjax.evaluation.fidelity.recording import looked_at, record, recorded, unrecord
+    from kvjax.evaluation.fidelity.recording import looked_at, record, unrecord
 
     tx = kvjax.bind(ByHead(SNAPKV, PROFILE), LAYERS)[1]
     tokens = Tokens.random(rows=1, length=72, kv_heads=HEADS, query_heads=HEADS * GROUP)
     own = run(tx, tokens, right([0], [64], 64), 0, max_prompt=64, max_new=4, **sizes(1))
     q, k, v, at = tokens.at(np.array([[64]]))
-    _, cache = kvjax.attend(recorded(tx), record(own.prompt_cache), q, k, v, at, phase="decode")
+    _, cache = kvjax.attend(record(own.prompt_cache), q, k, v, at, phase="decode")
     cache, records = unrecord(cache)
     held = np.asarray(looked_at(tx, cache, records, 65))
     counts = [min(64, max(int(share * 64), 5)) + 1 for share in shares(PROFILE.table, 0.3)[1]]

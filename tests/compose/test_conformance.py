@@ -302,7 +302,7 @@ def test_a_compiled_loop_of_steps_equals_steps_and_uses_up_its_cache(name):
     @functools.partial(jax.jit, donate_argnums=0)
     def loop(cache, inputs):
         def step(nothing, cache, x):
-            out, cache = kvjax.attend(transform, cache, *x, phase="decode", rope=the_rope())
+            out, cache = kvjax.attend(cache, *x, phase="decode", rope=the_rope())
             return nothing, cache, out
 
         return scan_steps(step, (), cache, inputs)[1:]
@@ -331,10 +331,10 @@ def test_a_fresh_cache_can_be_donated(name):
 def test_jit_equals_eager():
     """One method is enough: what is not jitted is compiled primitive by primitive."""
     name, step = "h2o", 3
-    transform, ragged = CASES[name], standard(name)
+    ragged = standard(name)
     q, k, v, positions = tokens().at(np.array(LENGTHS)[:, None] + step)
     out, cache = kvjax.attend(
-        transform, ragged.caches[step - 1], q, k, v, positions, phase="decode", rope=the_rope()
+        ragged.caches[step - 1], q, k, v, positions, phase="decode", rope=the_rope()
     )
     close(out, ragged.outs[step])
     assert structure(cache) == structure(ragged.prompt_cache)
@@ -642,9 +642,7 @@ def test_positions_of_a_small_dtype_count_in_int32():
     row = Tokens.random(rows=1, length=128)
     q, k, v, positions = row.at(np.arange(128)[None])
     cache = new_cache(kvjax.Full(), 1, max_prompt=128)
-    _, cache = attend(
-        kvjax.Full(), cache, q, k, v, positions.astype(jnp.int8), phase="prompt", rope=the_rope()
-    )
+    _, cache = attend(cache, q, k, v, positions.astype(jnp.int8), phase="prompt", rope=the_rope())
     assert cache.kv.length.tolist() == [128] and cache.kv.length.dtype == jnp.int32
 
 

@@ -215,18 +215,16 @@ def arguments(tokens: int = 3):
     return Tokens.random(rows=2, length=8).at(positions)
 
 
-def shapes_of_attend(
-    transform=SNAP, cache_of=None, cache=None, phase="prompt", tokens=3, **changes
-):
+def shapes_of_attend(transform=SNAP, cache=None, phase="prompt", tokens=3, **changes):
     """Traces a call that is right but for `changes`. Nothing can be computed while tracing."""
     named = dict(zip(("q", "k", "v", "positions"), arguments(tokens), strict=True))
     options = {"rope": the_rope()}
     for name, change in changes.items():
         into = named if name in named else options
         into[name] = change(named[name]) if callable(change) and name in named else change
-    cache = cache() if cache else new_cache(transform if cache_of is None else cache_of, 2)
+    cache = cache() if cache else new_cache(transform, 2)
     return jax.eval_shape(
-        lambda cache, arrays: kvjax.attend(transform, cache, **arrays, phase=phase, **options),
+        lambda cache, arrays: kvjax.attend(cache, **arrays, phase=phase, **options),
         cache, named,
     )  # fmt: skip
 
@@ -237,15 +235,12 @@ def late():
 
 GROUPS = HeadGroups((((0,), SNAP), ((1,), Full())))
 ATTEND = {
-    "class": ({"transform": SnapKV, "cache_of": SNAP}, TypeError, "SnapKV", "instance"),
-    "another method's cache": (
-        {"transform": H2O(budget=8), "cache_of": SNAP},
-        ValueError, "SnapKV(budget=16", "H2O(budget=8",
-    ),
-    "unbound": ({"transform": PyramidKV(64), "cache_of": SNAP}, ValueError, "PyramidKV", "SnapKV"),
     "a bare cache": ({"cache": lambda: new_cache(SNAP, 2).kv}, TypeError, "KVCache", "init_cache"),
-    "groups, one cache": (
-        {"transform": GROUPS, "cache_of": SNAP}, ValueError, "HeadGroups", "2", "LayerCache",
+    "one of two groups": (
+        {"cache": lambda: new_cache(GROUPS, 2)[:1]}, ValueError, "one for each group", "[0]", "2",
+    ),
+    "two layers": (
+        {"cache": lambda: (new_cache(SNAP, 2),) * 2}, ValueError, "the cache of one layer", "[]",
     ),
     "phase": ({"phase": "prefill"}, ValueError, "'prefill'", "'prompt'", "'decode'"),
     "three axes": ({"q": lambda q: q[0]}, ValueError, "q", "[B, heads, T, D]", "(4, 3, 8)"),
@@ -346,7 +341,7 @@ def test_a_refused_call_leaves_the_cache_alone():
     """Even with a donated cache: nothing is compiled, nothing is donated."""
     cache, (q, k, v, positions) = new_cache(SNAP, 2), arguments()
     call = jax.jit(
-        lambda cache, *x: kvjax.attend(SNAP, cache, *x, phase="decode", window=-1), donate_argnums=0
+        lambda cache, *x: kvjax.attend(cache, *x, phase="decode", window=-1), donate_argnums=0
     )
     with pytest.raises(ValueError, match=re.escape("window must be at least 1, got -1")):
         call(cache, q, k, v, positions)
@@ -366,7 +361,7 @@ def test_caches_that_are_stacked_by_layer():
     assert kvjax.flush_interval(stacked) == kvjax.flush_interval(one) == 4
     kv, slots = stacked.kv, jnp.ones(one.kv.shape, bool)
     for name, call in {
-        "attend": lambda: kvjax.attend(EVERY, stacked, q, k, v, positions, phase="prompt"),
+        "attend": lambda: kvjax.attend(stacked, q, k, v, positions, phase="prompt"),
         "flush": lambda: kvjax.flush(stacked),
         "kept_tokens": lambda: kvjax.kept_tokens(stacked),
         "append": lambda: kvjax.kit.append(kv, k, v, positions),
@@ -395,7 +390,7 @@ def test_positions_and_frequencies_may_be_lists():
 
     def attended(positions, frequencies):
         rope = kvjax.Rope(frequencies)
-        return kvjax.attend(SNAP, cache, q, k, v, positions, phase="prompt", rope=rope)[0]
+        return kvjax.attend(cache, q, k, v, positions, phase="prompt", rope=rope)[0]
 
     at = np.asarray(positions)
     given = (

@@ -81,14 +81,14 @@ def trace(transform: kvjax.KVTransform) -> list:
         )  # fmt: skip
         q, kv = jnp.ones((1, 4, 6, 8)), jnp.ones((1, 2, 6, 8))
         at, probe = jnp.arange(6)[None], transform.needs.probe
-        call = (transform, cache, q, kv, kv, at)
+        call = (cache, q, kv, kv, at)
         cache = kvjax.attend(*call, phase="prompt", last=probe is None)[1]
         if probe is not None:
-            call = (transform, cache, q, kv, kv, at + 6)
+            call = (cache, q, kv, kv, at + 6)
             cache = kvjax.attend(*call, phase="probe")[1]
         new = q[:, :, :1], kv[:, :, :1], kv[:, :, :1], jnp.array([[6]])
         options = {"phase": "decode", "predicted_query": new[0]}
-        return kvjax.flush(kvjax.attend(transform, cache, *new, **options)[1])
+        return kvjax.flush(kvjax.attend(cache, *new, **options)[1])
 
     jax.eval_shape(run)
     return list(READ)
@@ -179,9 +179,7 @@ def trace_prompt(transform: kvjax.KVTransform) -> None:
             transform, batch=1, kv_heads=2, head_dim=8, max_prompt=16, max_new=8
         )
         rows = jnp.ones((1, 2, 6, 8))
-        return kvjax.attend(
-            transform, cache, rows, rows, rows, jnp.arange(6)[None], phase="prompt"
-        )[1]
+        return kvjax.attend(cache, rows, rows, rows, jnp.arange(6)[None], phase="prompt")[1]
 
     jax.eval_shape(run)
 

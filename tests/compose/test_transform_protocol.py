@@ -426,7 +426,7 @@ def test_attend_under_vmap(tokens):
 
     def one(q, k, v, positions):
         cache = new_cache(SNAP, 1)
-        return kvjax.attend(SNAP, cache, q, k, v, positions, phase="prompt", rope=the_rope())[0]
+        return kvjax.attend(cache, q, k, v, positions, phase="prompt", rope=the_rope())[0]
 
     rows = tuple(x[:, None] for x in (q, k, v, positions))
     mapped = jax.jit(jax.vmap(one))(*rows)

@@ -34,8 +34,8 @@ CALLS = (PROMPT, "prompt", True), (1, "decode", True), (1, "decode", True)
 
 
 def outputs(tx, mesh, *new):
-    """Runs a prompt and two steps, none of which changes the types of a cache."""
-    outs, caches = conversation(tx, CALLS, PROMPT, *new, mesh=mesh)
+    """Runs a prompt and two steps; none changes the types of a cache that flushes itself."""
+    outs, caches = conversation(tx, CALLS, PROMPT, *new, mesh=mesh, flushes_itself=True)
     types = [[str(jax.typeof(x)) for x in jax.tree.leaves(cache)] for cache in caches]
     assert types[0] == types[1] == types[2]
     return outs

@@ -155,15 +155,48 @@ def sinks() -> bool:
     return all(same_layer(tx, "xla", own) for tx in (every, both, quest))
 
 
-def same_layer(tx: kvjax.KVTransform, implementation: str, sinks=None) -> bool:
-    """Whether a layer's outputs on eight devices are those on one, without a model."""
+def flushes_itself() -> bool:
+    """Caches that flush themselves do so on each device."""
+    every = kvjax.Every(kvjax.SnapKV(24, window=8), steps=1)
+    both = kvjax.HeadGroups((((0, 3), kvjax.H2O(24)), ((1, 2), every)))
+    return all(same_layer(tx, "xla", flushes_itself=True) for tx in (every, both))
+
+
+def queries_alone() -> bool:
+    """Queries without keys attend to each device's part of a cache."""
+
+    def last_token_again(tx, mesh, q, k, v, position):
+        _, caches = conversation(tx, [(64, "prompt", True)], 64, q, k, v, position, mesh=mesh)
+        at = position[:, 63:64]
+        return kvjax.attend(caches[-1], q[:, :, 63:64], None, None, at, phase="decode")[0]
+
+    run, mesh = (
+        jax.jit(last_token_again, static_argnums=(0, 1)),
+        jax.make_mesh((2, 4), ("data", "tensor")),
+    )
+    outs = [
+        [run(tx, mesh, *arrays(2, 4, 8, 64, 16)) for mesh in (None, mesh)]
+        for tx in (kvjax.SnapKV(24, window=8), groups(), kvjax.Quest(24, page=8, dense_layers=()))
+    ]
+    return all(np.allclose(one, many, **TOLERANCES["float32"]) for one, many in outs)
+
+
+def same_layer(
+    tx: kvjax.KVTransform, implementation: str, sinks=None, flushes_itself=False
+) -> bool:
+    """Whether a layer's outputs on eight devices are those on one, without a model.
+
+    One device is given the flushes.
+    """
     calls = (64, "prompt", True), (1, "decode", True), (1, "decode", True)
     run = jax.jit(
-        conversation, static_argnums=(0, 1, 2), static_argnames=("mesh", "implementation")
+        conversation,
+        static_argnums=(0, 1, 2),
+        static_argnames=("mesh", "implementation", "flushes_itself"),
     )
     (one, _), (many, _) = (
         run(tx, calls, 64, *arrays(2, 4, 8, 66, 16), mesh=mesh, implementation=implementation,
-            sinks=sinks)
+            sinks=sinks, flushes_itself=flushes_itself and mesh is not None)
         for mesh in (None, jax.make_mesh((2, 4), ("data", "tensor")))
     )  # fmt: skip
     return all(np.allclose(a, b, **TOLERANCES["float32"]) for a, b in zip(one, many, strict=True))
@@ -185,6 +218,8 @@ CHECKS = {
     "refused": refused,
     "kernels": kernels,
     "sinks": sinks,
+    "flushes itself": flushes_itself,
+    "queries alone": queries_alone,
 }
 
 

@@ -14,6 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import kvjax
+from kvjax.evaluation import ReadOnce
 from kvjax.generation import decode_loop, prompt_checks, prompt_pass
 from kvjax.generation.model import as_functional
 from kvjax.generation.prompt_checks import check_prompts
@@ -413,17 +414,22 @@ class KeepsTooMuch(kvjax.KVTransform):
 
 
 @pytest.mark.slow
-def test_lost_tokens_are_counted():
-    half = kvjax.HeadGroups((((1,), kvjax.Full()), ((0,), KeepsTooMuch(20))))
-    rows = [len(row) for row in RAGGED]
+def test_lost_tokens_are_an_error():
+    tx = KeepsTooMuch(20)
+    half = kvjax.HeadGroups((((1,), kvjax.Full()), ((0,), tx)))
     # The last new token is never stored.
-    lost = sum(max(row + NEW - 1 - (20 + NEW), 0) for row in rows)
-    assert lost
-    assert generate(transform=kvjax.SnapKV(36)).dropped == 0
-    for transform, heads in ((KeepsTooMuch(20), 2), (half, 1)):
-        result = generate(transform=transform, buckets=[64])
-        assert type(result.dropped) is int
-        assert result.dropped == lost * CONFIG.num_layers * heads
+    lost = max(len(row) for row in RAGGED) + NEW - 1 - (20 + NEW)
+    assert lost > 0
+    message = rf"{{}} lost tokens .* up to {lost} of a row: KeepsTooMuch.* keeps more than its"
+    for transform, cache in ((tx, r"caches\[0\]"), (half, r"caches\[0\]\[1\]")):
+        with pytest.raises(RuntimeError, match=message.format(cache)):
+            generate(transform=transform, buckets=[64])
+    with pytest.raises(RuntimeError, match="up to"):
+        list(kvjax.stream(model(), RAGGED, transform=tx, max_new_tokens=NEW, buckets=[64]))
+    with pytest.raises(RuntimeError, match="up to"):
+        kvjax.read(model(), RAGGED, transform=tx, max_new=1, buckets=[64])
+    with pytest.raises(RuntimeError, match="up to"):
+        ReadOnce(model(), RAGGED, [tx], max_new=1, buckets=[64]).context(tx)
 
 
 # Other models
@@ -438,7 +444,7 @@ def attention_layer(weights, tokens, positions, caches, layers, phase, last, log
 
     rope = kvjax.Rope(1.0 / 100.0 ** (jnp.arange(0, 8, 2, dtype=jnp.float32) / 8))
     out, cache = kvjax.attend(
-        layers[0], caches[0], heads("q", 4), heads("k", 2), heads("v", 2), positions,
+        caches[0], heads("q", 4), heads("k", 2), heads("v", 2), positions,
         phase=phase, last=last, rope=rope,
     )  # fmt: skip
     x = x + out.swapaxes(1, 2).reshape(*x.shape[:2], 32) @ weights["o"]
@@ -631,7 +637,7 @@ def test_a_method_is_named_by_its_text():
     assert [[x for new in row for x in new] for row in zip(*steps, strict=True)] == expected
     context = kvjax.read(model(), RAGGED, transform=text, max_new=4)
     assert context.transform == transform
-    once = kvjax.evaluation.ReadOnce(model(), RAGGED, [text])
+    once = ReadOnce(model(), RAGGED, [text])
     assert once.context(text).transform == transform
     assert kvjax.calibrated(text, model(), []) == transform
     with pytest.raises(ValueError, match="snapkv needs budget="):

@@ -38,9 +38,9 @@ SAMPLE = [np.random.default_rng(7).integers(VOCAB, size=n).tolist() for n in (60
 def looked_up(params, tokens, positions, caches, *, layers, phase, last, logits_at):
     """A model whose queries, keys and values are looked up by token and layer."""
     written = []
-    for q, k, v, transform, cache in zip(*params, layers, caches, strict=True):
+    for q, k, v, cache in zip(*params, caches, strict=True):
         q, k, v = (x[tokens].transpose(0, 2, 1, 3) for x in (q, k, v))  # [B, H, T, D]
-        _, cache = kvjax.attend(transform, cache, q, k, v, positions, phase=phase, last=last)
+        _, cache = kvjax.attend(cache, q, k, v, positions, phase=phase, last=last)
         written.append(cache)
     return jnp.zeros((len(tokens), 1, VOCAB)), tuple(written)
 

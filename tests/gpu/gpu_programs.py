@@ -373,7 +373,7 @@ def layer_call(
 
     def call(cache, q, k, v, position):
         return kvjax.attend(
-            transform, cache, q, k, v, position, phase=phase, rope=rope,
+            cache, q, k, v, position, phase=phase, rope=rope,
             sinks=_learned(q) if sinks else None, implementation=implementation,
         )  # fmt: skip
 
@@ -463,7 +463,7 @@ def chunk(
 
     def read(cache, q, k, v, positions, last=last):
         return kvjax.attend(
-            transform, cache, q, k, v, positions, phase="prompt", last=last,
+            cache, q, k, v, positions, phase="prompt", last=last,
             sinks=_learned(q) if sinks else None, implementation="pallas",
         )  # fmt: skip
 

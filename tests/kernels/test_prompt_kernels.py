@@ -272,8 +272,6 @@ def test_a_long_prompts_scores_take_little_memory(transform):
     )
     q, k = (jax.ShapeDtypeStruct((1, heads, length, 64), jnp.float32) for heads in (8, kv_heads))
     positions = jax.ShapeDtypeStruct((1, length), jnp.int32)
-    call = jax.jit(
-        lambda cache, *x: kvjax.attend(transform, cache, *x, phase="prompt"), donate_argnums=0
-    )
+    call = jax.jit(lambda cache, *x: kvjax.attend(cache, *x, phase="prompt"), donate_argnums=0)
     compiled = call.lower(cache, q, k, k, positions).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 2**29

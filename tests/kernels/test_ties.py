@@ -43,7 +43,7 @@ def kept(transform: kvjax.KVTransform, q: np.ndarray, keys: np.ndarray) -> list[
         max_new=1, dtype=jnp.float32,
     )  # fmt: skip
     positions = np.broadcast_to(np.arange(tokens, dtype=np.int32), (rows, tokens))
-    call = jax.jit(functools.partial(kvjax.attend, transform, phase="prompt"))
+    call = jax.jit(functools.partial(kvjax.attend, phase="prompt"))
     q, keys = q[:, None], keys[:, None]
     _, cache = call(cache, q, keys, keys, positions)
     position, live = (np.asarray(x)[:, 0] for x in (cache.kv.position, cache.kv.live))

@@ -33,9 +33,9 @@ def read(transform, *, batch=1, seed=0):
     )
     place = jnp.arange(TOKENS)[None]
     lengths = jnp.array([TOKENS] * (batch - 1) + [TOKENS - 5])[:, None]
-    attend = jax.jit(kvjax.attend, static_argnums=0, static_argnames="phase")
+    attend = jax.jit(kvjax.attend, static_argnames="phase")
     positions = jnp.where(place < lengths, place, -1)
-    _, cache = attend(transform, cache, keys, keys, keys, positions, phase="prompt")
+    _, cache = attend(cache, keys, keys, keys, positions, phase="prompt")
     return cache, np.asarray(keys, np.float64)
 
 

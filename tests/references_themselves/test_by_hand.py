@@ -256,7 +256,7 @@ def test_what_is_kept(name):
             jnp.asarray(np.pad(x, [*pad, (0, 0)]), jnp.float32)[None, None] for x in (q, k, v)
         )
         where = jnp.asarray(np.pad(place, pad, constant_values=-1), jnp.int32)[None]
-        out, cache = attend(transform, cache, *arrays, where, phase=phase, **of_scale)
+        out, cache = attend(cache, *arrays, where, phase=phase, **of_scale)
         if phase == "prompt":
             expected = reference.prompt(q[None], k, v, place)[0]
         else:

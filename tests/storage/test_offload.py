@@ -203,9 +203,7 @@ def test_no_operation_of_a_step_moves_a_store(changes):
     transform = chain(clusterkv(**changes), Offload(recent_steps=2))
     cache = new_cache(transform, **SIZES)
     step = tokens().at(np.array(LENGTHS)[:, None])
-    traced = jax.make_jaxpr(lambda c, *x: kvjax.attend(transform, c, *x, phase="decode"))(
-        cache, *step
-    )
+    traced = jax.make_jaxpr(lambda c, *x: kvjax.attend(c, *x, phase="decode"))(cache, *step)
     size = cache.kv.k.store.size
     used = uses_of_stores(traced.jaxpr, size)
     names = {name for name, _ in used}
@@ -224,7 +222,7 @@ def test_no_operation_of_a_step_moves_a_store(changes):
 @pytest.mark.slow
 def test_a_flush_writes_a_block_per_row_and_head():
     cache = new_cache(OFFLOADED, **SIZES)
-    _, cache = attend(OFFLOADED, cache, *tokens().at(PROMPT), phase="prompt")
+    _, cache = attend(cache, *tokens().at(PROMPT), phase="prompt")
     traced = jax.make_jaxpr(kvjax.flush)(cache)
     size = cache.kv.k.store.size
     used = [each for each in uses_of_stores(traced.jaxpr, size) if each[0] not in CONTROL]
@@ -238,11 +236,11 @@ def test_an_empty_store_stays_where_it_is():
     cache, given = new_cache(OFFLOADED, **SIZES), tokens().at(PROMPT)
 
     def read(cache, *prompt):
-        return kvjax.attend(OFFLOADED, begin(cache, empty=True), *prompt, phase="prompt")[1]
+        return kvjax.attend(begin(cache, empty=True), *prompt, phase="prompt")[1]
 
     traced = jax.make_jaxpr(read)(cache, *given)
     assert not uses_of_stores(traced.jaxpr, cache.kv.k.store.size)
-    same_arrays(jax.jit(read)(cache, *given), attend(OFFLOADED, cache, *given, phase="prompt")[1])
+    same_arrays(jax.jit(read)(cache, *given), attend(cache, *given, phase="prompt")[1])
 
 
 @pytest.mark.slow
@@ -300,7 +298,7 @@ def test_a_platform_without_host_memory(monkeypatch):
 def test_one_token_a_step():
     given = tokens().at(np.array(LENGTHS)[:, None] + np.arange(2))
     with pytest.raises(ValueError, match="one token a step, got 2"):
-        kvjax.attend(OFFLOADED, new_cache(OFFLOADED, **SIZES), *given, phase="decode")
+        kvjax.attend(new_cache(OFFLOADED, **SIZES), *given, phase="decode")
 
 
 @pytest.mark.parametrize("offload", [(), (kvjax.Offload(),)], ids=["alone", "offloaded"])

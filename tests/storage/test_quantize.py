@@ -463,7 +463,7 @@ def test_one_large_channel_of_the_keys(form, dtype, options):
             continue
         limits = {"max_prompt": count, "max_new": 1, "dtype": jnp.dtype(dtype)}
         cache = new_cache(tx, 1, **limits, **size, **options)
-        call = functools.partial(attending.attend, tx, rope=rope, **options)
+        call = functools.partial(attending.attend, rope=rope, **options)
         own = jnp.dtype(dtype)
         _, cache = call(cache, *given.at(place[None, :-1], own), phase="prompt")
         out, _ = call(cache, *given.at(place[None, -1:], own), phase="decode")
@@ -524,7 +524,7 @@ def test_a_step_decodes_blocks_only(form):
     """No array of the size of all decoded keys is made."""
     transform, slots, dim = FORMS[form], 8192, 64
     cache = new_cache(transform, 1, max_prompt=slots - 8, max_new=8, head_dim=dim)
-    step = jax.jit(functools.partial(kvjax.attend, transform, phase="decode"), donate_argnums=0)
+    step = jax.jit(functools.partial(kvjax.attend, phase="decode"), donate_argnums=0)
     shapes = [(1, heads, 1, dim) for heads in (4, KV_HEADS, KV_HEADS)]
     given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     where = jax.ShapeDtypeStruct((1, 1), jnp.int32)

@@ -24,7 +24,7 @@ GARBAGE = 1e4  # what stands in padding: it must not reach anything
 
 STATIC = ("phase", "last", "scale", "window", "soft_cap", "implementation")
 begin_document = jax.jit(kvjax.begin_document)
-attend = jax.jit(kvjax.attend, static_argnums=0, static_argnames=STATIC)
+attend = jax.jit(kvjax.attend, static_argnames=STATIC)
 OPTIONS = ("scale", "window", "soft_cap")  # of an attention: `init_cache` and `attend` take them
 SIZES = ("batch", "kv_heads", "query_heads", "head_dim", "max_prompt", "max_new", "dtype", "layer")
 init_cache = jax.jit(kvjax.init_cache, static_argnums=0, static_argnames=(*SIZES, *OPTIONS))
@@ -122,7 +122,7 @@ def prompt(transform, cache, tokens: Tokens, positions, last=True, dtype=jnp.flo
         cache = begin_document(cache)
     options.setdefault("rope", the_rope())
     out, cache = attend(
-        transform, cache, *tokens.at(positions, dtype), phase="prompt", last=last and not looks,
+        cache, *tokens.at(positions, dtype), phase="prompt", last=last and not looks,
         **options,
     )  # fmt: skip
     if looks:
@@ -130,15 +130,13 @@ def prompt(transform, cache, tokens: Tokens, positions, last=True, dtype=jnp.flo
         counts = jnp.where(reading.rows, LOOKING, 0)
         where = right(reading.kv.length, counts, LOOKING)
         new = tokens.at(where, dtype)
-        _, cache = attend(transform, cache, *new, phase="probe", **options)
+        _, cache = attend(cache, *new, phase="probe", **options)
     return out, cache
 
 
 def decode(transform, cache, tokens: Tokens, positions, dtype=jnp.float32, **options):
     positions = np.asarray(positions).reshape(len(tokens.q), -1)
-    return attend(
-        transform, cache, *tokens.at(positions, dtype), phase="decode", rope=the_rope(), **options
-    )
+    return attend(cache, *tokens.at(positions, dtype), phase="decode", rope=the_rope(), **options)
 
 
 class Run(NamedTuple):
@@ -195,7 +193,7 @@ def shapes_of_run(transform, tokens: Tokens, positions, dtype=jnp.float32, **siz
     now = np.max(positions, 1, keepdims=True) + 1
 
     def calls():
-        step = functools.partial(kvjax.attend, transform, rope=the_rope())
+        step = functools.partial(kvjax.attend, rope=the_rope())
         empty = new_cache(transform, len(positions), dtype=dtype, **sizes)
         looks = has_probe(transform)
         new = tokens.at(positions, dtype)
@@ -258,14 +256,18 @@ def stored(payload, row: int, head: int, rows: np.ndarray) -> np.ndarray:
     return np.asarray(payload.form.decode(encoded, channels))[0, 0]
 
 
-def attended(transform, before, tokens: Tokens, positions, **options) -> np.ndarray:
+def attended(
+    transform, before, tokens: Tokens, positions, queries_alone=False, **options
+) -> np.ndarray:
     """What a call must give, [B, Q, T, D]: dense attention over what is live and the new tokens.
+
+    Queries alone attend to what is live.
 
     Written over the cache from before the call, slot by slot, in float64. One token a row is a
     decode step, which reads what it has stored; a prompt is read as it is.
     """
     q, k, v, positions = (np.asarray(x) for x in tokens.at(positions))
-    is_step = positions.shape[1] == 1
+    is_step = positions.shape[1] == 1 and not queries_alone
     out = np.zeros(q.shape)
     for part in parts(transform, before):
         late, kv = part.transform.needs.reposition, part.cache.kv
@@ -277,7 +279,7 @@ def attended(transform, before, tokens: Tokens, positions, **options) -> np.ndar
                     return stored(payload, row, own, rows) if is_step else rows
 
                 heads = slice(head * kv.group, (head + 1) * kv.group)
-                new = positions[row] >= 0
+                new = (positions[row] >= 0) & (not queries_alone)
                 old = slots_of(part.cache, row, own, columns=False)
                 where = positions[row]
                 place = np.concatenate([old["position"], where[new]])
@@ -287,10 +289,9 @@ def attended(transform, before, tokens: Tokens, positions, **options) -> np.ndar
                 )
                 if late:
                     ranks = np.argsort(np.argsort(place))
-                    rank_of = dict(zip(place.tolist(), ranks.tolist(), strict=True))
                     keys = np.concatenate([old["k"], own_rows(kv.k, k[row, head][new])])
                     keys = rotate(keys, ranks, INV_FREQ)
-                    own_rank = [rank_of.get(int(p), 0) for p in where]
+                    own_rank = (place < where[:, None]).sum(1)
                     queries = rotate(q[row, heads], own_rank, INV_FREQ)
                 elif part.transform.needs.unrotated_keys:
                     keys = np.concatenate([old["k"], k[row, head // kv.unfolded][new]])

@@ -18,15 +18,19 @@ def arrays(rows: int, kv_heads: int, query_heads: int, length: int, head_dim: in
     return [*(put(rng.normal(size=size).astype(np.float32)) for size in sizes), put(position)]
 
 
-def conversation(tx, calls, max_prompt: int, q, k, v, position, mesh=None, **options):
+def conversation(
+    tx, calls, max_prompt: int, q, k, v, position, mesh=None, flushes_itself=False, **options
+):
     """Outputs of calls `(tokens, phase, last)`, and the caches after them.
 
-    Every decode step is followed by a flush. `options` are those of `kvjax.attend`.
+    Every decode step is followed by a flush, unless the cache flushes itself. `options` are those
+    of `kvjax.attend`.
     """
     cache = kvjax.init_cache(
         tx, batch=len(q), kv_heads=k.shape[1], query_heads=q.shape[1], head_dim=q.shape[3],
         max_prompt=max_prompt, max_new=MAX_NEW, dtype=jnp.float32, mesh=mesh,
     )  # fmt: skip
+    cache = kvjax.self_flushing(cache) if flushes_itself else cache
     frequencies = 1e4 ** -(jnp.arange(0, q.shape[3], 2, dtype=jnp.float32) / q.shape[3])
     rope = kvjax.Rope(frequencies) if tx.needs.unrotated_keys else None
     outs, caches, seen = [], [], 0
@@ -34,7 +38,7 @@ def conversation(tx, calls, max_prompt: int, q, k, v, position, mesh=None, **opt
         own = slice(seen, seen + count)
         new = (x[:, :, own] for x in (q, k, v))
         out, cache = kvjax.attend(
-            tx, cache, *new, position[:, own], phase=phase, last=last, rope=rope, **options
+            cache, *new, position[:, own], phase=phase, last=last, rope=rope, **options
         )
         cache, seen = kvjax.flush(cache) if phase == "decode" else cache, seen + count
         outs.append(out)

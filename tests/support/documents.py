@@ -75,7 +75,7 @@ class Documents:
 
     def call(self, new, where, phase: str, last: bool = True) -> np.ndarray:
         out, self.cache = attend(
-            self.tx, self.cache, *new, where.astype(np.int32), phase=phase, last=last,
+            self.cache, *new, where.astype(np.int32), phase=phase, last=last,
             rope=self.rope, **self.options,
         )  # fmt: skip
         return np.asarray(out)

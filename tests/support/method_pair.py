@@ -241,7 +241,7 @@ class Pair:
         where = jnp.asarray(positions, jnp.int32)
         call |= self.options
         given = [jnp.asarray(x, self.dtype) for x in (q, k, v)]
-        out, self.cache = attend(self.transform, self.cache, *given, where, rope=self.rope, **call)
+        out, self.cache = attend(self.cache, *given, where, rope=self.rope, **call)
         self.host = jax.device_get(self.cache.kv)
         out = np.asarray(out.astype(jnp.float32))
         return [self.turned(q, positions), self.turned(k, positions), v], out

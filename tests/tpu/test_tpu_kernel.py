@@ -161,10 +161,10 @@ def test_a_step_of_a_compressed_cache_takes_it(bits, soft_cap, monkeypatch):
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(2 + rng.normal(size=(1, n, 73, 32)), jnp.float32) for n in (4, 2, 2))
     at = jnp.arange(73, dtype=jnp.int32)[None]
-    _, cache = kvjax.attend(tx, cache, *(x[:, :, :72] for x in (q, k, v)), at[:, :72],
+    _, cache = kvjax.attend(cache, *(x[:, :, :72] for x in (q, k, v)), at[:, :72],
                             phase="prompt")  # fmt: skip
     step = functools.partial(
-        kvjax.attend, tx, cache, *(x[:, :, 72:] for x in (q, k, v)), at[:, 72:], phase="decode",
+        kvjax.attend, cache, *(x[:, :, 72:] for x in (q, k, v)), at[:, 72:], phase="decode",
         soft_cap=soft_cap,
     )  # fmt: skip
     expected, _ = step(implementation="xla")

@@ -108,7 +108,7 @@ def test_a_cache_of_one_slot(chunk):
     size = {"batch": 1, "kv_heads": 1, "head_dim": 8, "max_prompt": 1, "max_new": 0}
     row = jnp.ones((1, 1, 1, 8))
     cache = kvjax.init_cache(transform, **size, dtype=jnp.float32)
-    _, cache = attend(transform, cache, row, row, row, jnp.array([[0]]), phase="prompt")
+    _, cache = attend(cache, row, row, row, jnp.array([[0]]), phase="prompt")
     assert slots_of(cache, 0, 0)["position"].tolist() == [0]
 
 

@@ -132,14 +132,14 @@ def read(tx, count: int = 300, pieces: int = 1, seed: int = 0):
     """The cache after a document whose repetition has so many tokens, and the document."""
     (q, k, v), at = documents(seed)
     cache = new_cache(tx)
-    _, cache = attend(tx, cache, q, k, v, at, phase="prompt", last=False)
+    _, cache = attend(cache, q, k, v, at, phase="prompt", last=False)
     rng = np.random.default_rng(seed + 1)
     asked = [2 * rng.normal(size=(3, h, count, 8)).astype(np.float32) for h in (4, 2, 2)]
     where = at.max(1)[:, None] + 1 + np.arange(count, dtype=np.int32)[None]
     for number, part in enumerate(np.array_split(np.arange(count), pieces)):
         new = [x[:, :, part] for x in asked]
         last = number == pieces - 1
-        _, cache = attend(tx, cache, *new, where[:, part], phase="probe", last=last)
+        _, cache = attend(cache, *new, where[:, part], phase="probe", last=last)
     return cache, (k, v, at)
 
 
@@ -209,9 +209,9 @@ def test_a_fit_of_16_bits_stays_finite():
     (q, k, v), at = documents()
     cache = new_cache(tx, dtype=jnp.bfloat16)
     low = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
-    _, cache = attend(tx, cache, *low, at, phase="prompt", last=False)
+    _, cache = attend(cache, *low, at, phase="prompt", last=False)
     where = at.max(1)[:, None] + 1 + np.arange(32, dtype=np.int32)[None]
-    _, cache = attend(tx, cache, *low, where, phase="probe")
+    _, cache = attend(cache, *low, where, phase="probe")
     assert np.isfinite(np.asarray(cache.kv.v.read(), np.float32)).all()
     assert (np.asarray(cache.kv.log_mass)[np.asarray(cache.kv.live)] != 0).any()
 

@@ -100,7 +100,7 @@ def prompted(transform, numbers: range, *tokens):
 
     def read(state):  # in which alone the caches differ
         cache = dataclasses.replace(caches[0], state=state)
-        return kvjax.attend(transform, cache, *tokens, phase="prompt", rope=the_rope())[1]
+        return kvjax.attend(cache, *tokens, phase="prompt", rope=the_rope())[1]
 
     return jax.lax.map(read, states)
 

@@ -89,11 +89,9 @@ def test_a_share_beside_outliers_is_each_rows_own():
 def keyed(params, tokens, positions, caches, *, layers, phase, last, logits_at):
     """A model whose keys are `params[layer, token]`, read without any weights."""
     written = []
-    for keys, transform, cache in zip(params, layers, caches, strict=True):
+    for keys, cache in zip(params, caches, strict=True):
         keys = keys[tokens].transpose(0, 2, 1, 3)  # [B, H, T, D]
-        _, cache = kvjax.attend(
-            transform, cache, keys, keys, keys, positions, phase=phase, last=last
-        )
+        _, cache = kvjax.attend(cache, keys, keys, keys, positions, phase=phase, last=last)
         written.append(cache)
     return jnp.zeros((len(tokens), 1, 64)), tuple(written)
 

@@ -77,10 +77,10 @@ def kept_of(tx, tokens, where, rope) -> list:
         dtype=np.float32,
     )  # fmt: skip
     reading = begin_document(cache)
-    _, reading = attend(tx, reading, *tokens, where, phase="prompt", last=False, rope=rope)
+    _, reading = attend(reading, *tokens, where, phase="prompt", last=False, rope=rope)
     # KVzip's repetition has the queries, keys and values of the document, at higher positions.
     again = np.where(where < 0, -1, where + where.max(1, keepdims=True) + 1)
-    _, cache = attend(tx, reading, *tokens, again, phase="probe", rope=rope)
+    _, cache = attend(reading, *tokens, again, phase="probe", rope=rope)
     kv = jax.device_get(cache.kv)
     return [
         sorted(at[live].tolist())

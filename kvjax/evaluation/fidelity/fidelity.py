@@ -25,7 +25,7 @@ from kvjax.generation.steps import scan_steps
 from kvjax.protocol import Full, KVTransform
 
 from .full_run import FullRun, Truth, Turn
-from .recording import holds, looked_at, record, recorded, unrecord
+from .recording import holds, looked_at, record, unrecord
 
 
 @automatic()
@@ -298,7 +298,7 @@ def _judge_layer(
     """Feeds a layer's cache with the full run; returns recall, error and error by head."""
     if turn is not None:
         _, cache = attend(
-            layer, cache, turn.query, turn.key, turn.value, turn.position,
+            cache, turn.query, turn.key, turn.value, turn.position,
             phase="prompt", rope=turn.rope, sinks=turn.options.sinks, **turn.options.static,
         )  # fmt: skip
 
@@ -314,7 +314,7 @@ def _judge_step(layer: KVTransform, cache: Cache, truth: Truth, position, budget
     """Feeds a layer's cache with a new token; returns it, its recall, error and error by head."""
     inputs = truth.record
     out, cache = attend(
-        recorded(layer), record(cache), inputs.query, inputs.key, inputs.value, position[:, None],
+        record(cache), inputs.query, inputs.key, inputs.value, position[:, None],
         phase="decode", rope=inputs.rope, predicted_query=inputs.predicted,
         sinks=inputs.options.sinks, implementation=inputs.implementation, **inputs.options.static,
     )  # fmt: skip

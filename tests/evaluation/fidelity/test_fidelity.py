@@ -64,9 +64,9 @@ def apply_tiny(params, tokens, positions, caches, *, layers, phase, last, logits
     def heads(projected):
         return projected.reshape(*x.shape[:2], -1, HEAD_DIM).transpose(0, 2, 1, 3)
 
-    for (wq, wk, wv, wo), own, layer, cache in zip(weights, sinks, layers, caches, strict=True):
+    for (wq, wk, wv, wo), own, cache in zip(weights, sinks, caches, strict=True):
         out, cache = kvjax.attend(
-            layer, cache, heads(x @ wq), heads(x @ wk), heads(x @ wv), positions,
+            cache, heads(x @ wq), heads(x @ wk), heads(x @ wv), positions,
             phase=phase, last=last, rope=rope, sinks=own,
         )  # fmt: skip
         x = x + out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1) @ wo
