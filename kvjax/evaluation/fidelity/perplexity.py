@@ -182,9 +182,9 @@ def _losses(
     tokens: Int[np.ndarray, "B M"],
     count: Int[np.ndarray, " B"],
 ) -> tuple[Float[np.ndarray, "B M"], Bool[np.ndarray, "B M"]]:
-    """Returns the losses of the first `count` tokens of each row, and whether each is the likeliest.
+    """Returns the losses of the first `count` tokens of each row; the others mean nothing.
 
-    Entries of further tokens mean nothing.
+    A second array says of each token whether it is the most likely one.
 
     Raises:
       ValueError: written tokens of the context wait for a flush.
