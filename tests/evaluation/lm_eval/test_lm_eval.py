@@ -24,6 +24,7 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'kv
 
 from lm_eval.api.instance import Instance
 
+import kvjax.lm_eval as lm_eval_model
 from kvjax.lm_eval import KVJaxLM
 
 HERE, DEMO = Path(__file__).parent, str(demo.directory())
@@ -85,9 +86,13 @@ def test_what_a_greedy_choice_writes_is_greedy():
 
 
 def test_a_shared_context_is_read_once(monkeypatch):
-    read, contexts = kvjax.read, []
-    monkeypatch.setattr(kvjax, "read", lambda model, rows, **options: (
-        contexts.extend(rows), read(model, rows, **options))[1])  # fmt: skip
+    read, contexts = lm_eval_model.read_awake, []
+
+    def counted(model, rows, **options):
+        contexts.extend(rows)
+        return read(model, rows, **options)
+
+    monkeypatch.setattr(lm_eval_model, "read_awake", counted)
     scores(model(batch_size=2), *PAIRS)
     assert len(contexts) == len(set(contexts)) == 3
 
