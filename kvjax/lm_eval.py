@@ -197,6 +197,8 @@ class KVJaxLM(TemplateLM):
         with tqdm(total=len(requests), disable=disable_tqdm, desc="kvjax loglikelihood") as bar:
             for batch in _batches(contexts, self.batch_size):
                 rows = [(row, number) for row, x in enumerate(batch) for number in by_context[x]]
+                # Continuations of similar length are padded to one length.
+                rows.sort(key=lambda pair: -len(requests[pair[1]][2]))
                 for number, result in self._scores(batch, rows, requests):
                     results[number] = result
                     if requests[number][0] is not None:
