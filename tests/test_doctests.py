@@ -49,10 +49,16 @@ SLOW = {
 }
 
 
+# They need packages that tests go without.
+OTHERS = {"kvjax.lm_eval": "lm_eval"}
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in modules()]
 )
 def test_examples_run(name):
+    if name in OTHERS:
+        pytest.importorskip(OTHERS[name], reason=f"{OTHERS[name]} is not installed")
     with mock.patch.dict(kvjax.registry.METHODS):  # what an example registers is forgotten
         result = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
     assert result.failed == 0

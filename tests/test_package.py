@@ -77,6 +77,8 @@ def test_every_module_can_be_the_first():
         for module in pkgutil.walk_packages([str(ROOT / package)], f"{package}.")
     ]
     assert len(names) > 100
+    if importlib.util.find_spec("lm_eval") is None:
+        names.remove("kvjax.lm_eval")
     code = (
         "import importlib, os, sys, jax, flax.nnx\n"
         "for name in sys.argv[1:]:\n"

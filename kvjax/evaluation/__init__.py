@@ -10,7 +10,7 @@ from .codebook_reserve import reserve_ratio
 from .comparison.compare import compare
 from .diagnosis.diagnosis import Diagnosis, Finding, diagnose
 from .fidelity.fidelity import Fidelity, attention_error, measure_fidelities, recall_rate
-from .fidelity.perplexity import answer_nll, context_nll
+from .fidelity.perplexity import AnswerLosses, answer_losses, answer_nll, context_nll
 from .speed.speed import Speed, SpeedReport, measure_speed
 from .tasks import ANSWERS, MEASURES, OWN_TASKS, Case, Frame, Haystack, Task, is_right
 
@@ -20,6 +20,7 @@ TASKS = (*ANSWERS, *MEASURES)
 __all__ = [
     "OWN_TASKS",
     "TASKS",
+    "AnswerLosses",
     "Case",
     "Cell",
     "Diagnosis",
@@ -36,6 +37,7 @@ __all__ = [
     "SpeedReport",
     "Task",
     "Unit",
+    "answer_losses",
     "answer_nll",
     "attention_error",
     "compare",

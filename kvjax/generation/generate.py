@@ -71,6 +71,38 @@ def read(
       >>> len(answers.tokens), document.length.tolist(), answers.context.length.tolist()
       (2, [3], [9, 8])
     """
+    compiler = Compiler(on_compile, on_layer)
+    context = read_awake(
+        model, prompts, transform=transform, max_prompt=max_prompt, max_new=max_new,
+        max_length=max_length, dtype=dtype, buckets=buckets, document=document, compiler=compiler,
+    )  # fmt: skip
+    return context.at_rest(donate=True, compiler=compiler)
+
+
+@automatic()
+def read_awake(
+    model: LanguageModel | FunctionalModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    transform: KVTransform | str | None = None,
+    max_prompt: int | None = None,
+    max_new: int = 512,
+    max_length: int | None = None,
+    dtype: DTypeLike | None = None,
+    buckets: Sequence[int] | None = None,
+    document: Document | None = None,
+    compiler: Compiler | None = None,
+) -> Context:
+    """Reads prompts as `read`, into a context that keeps its room.
+
+    The sizes of a context at rest depend on what it keeps, so that many contexts compile much. This
+    one is for contexts that are used at once and not kept.
+
+    Args:
+      model, prompts, transform, max_prompt, max_new, max_length, dtype, buckets, document: as in
+        `read`.
+      compiler: compiles; None: nobody is told.
+    """
     functional, prompts = as_functional(model), as_rows(prompts)
     transform = Full() if transform is None else as_transform(transform, "read")
     transform = with_named(transform, functional)
@@ -78,12 +110,11 @@ def read(
         functional, prompts, [transform], max_prompt, max_new, max_length, dtype, buckets
     )
     layers = bind(transform, functional.num_layers, functional.windows, size.max_tokens)
-    start, compiler = Start(transform, layers, size, widths), Compiler(on_compile, on_layer)
-    context = first_turn(functional, prompts, start, compiler, document)
+    start = Start(transform, layers, size, widths)
+    context = first_turn(functional, prompts, start, compiler or Compiler(), document)
     check_dropped(context.held)
     # A kept context needs a fingerprint, so that a later call can refuse another model.
-    context = dataclasses.replace(context, fingerprint=Fingerprint.of(functional))
-    return context.at_rest(donate=True, compiler=compiler)
+    return dataclasses.replace(context, fingerprint=Fingerprint.of(functional))
 
 
 def size_to_read(

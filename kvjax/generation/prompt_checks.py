@@ -89,12 +89,13 @@ def check_turn(
     model: FunctionalModel,
     context: Context,
     prompts: Rows | None,
-    max_new: int,
+    max_new: int | Int[np.ndarray, " B"],
     document: Document | None = None,
 ) -> None:
     """Raises what `generate` would raise for a further turn of this context.
 
     Args:
+      max_new: new tokens of every row, or of each row.
       document: as in `generate`.
     """
     if not isinstance(context, Context):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attention.flush import flush_interval
 from kvjax.attention.layer import Cache
@@ -18,11 +19,12 @@ from kvjax.generation.compiler import Compiler
 from kvjax.generation.context import Context
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.prompt_checks import Rows, check_turn
+from kvjax.generation.sampling import most_likely
 from kvjax.generation.steps import decode_step, pad, scan_steps
 from kvjax.generation.turns import further_turn
 from kvjax.protocol import KVTransform
 
-_STEPS = 8  # answers are padded to a multiple of it
+_STEPS = 8  # short answers are padded to a multiple of it
 
 
 @automatic()
@@ -68,8 +70,8 @@ def context_nll(
         raise ValueError(
             f"tokens must have the context's {context.rows} rows, got {len(tokens)} of them"
         )
-    check_turn(functional, context, None, tokens.shape[1])
-    return _losses(functional, context, tokens, np.full(len(tokens), tokens.shape[1]))
+    check_turn(functional, context, None, tokens.shape[1] - 1)
+    return _losses(functional, context, tokens, np.full(len(tokens), tokens.shape[1]))[0]
 
 
 @automatic()
@@ -108,6 +110,49 @@ def answer_nll(
       >>> answer_nll(model, document, [[1, 2], [3]], questions=[[7, 8, 9], [10, 11]]).shape
       (2,)
     """
+    losses = answer_losses(model, context, answers, questions)
+    return losses.nats / [len(answer) for answer in answers]
+
+
+class AnswerLosses(NamedTuple):
+    """Losses of answers.
+
+    Args:
+      nats: negative log-likelihood of each whole answer, in nats, `[B]`.
+      greedy: whether each token of the answer is the most likely one, so that a greedy choice would
+        write the answer, `[B]`.
+    """
+
+    nats: Float[np.ndarray, " B"]
+    greedy: Bool[np.ndarray, " B"]
+
+
+@automatic()
+def answer_losses(
+    model: LanguageModel | FunctionalModel,
+    context: Context,
+    answers: Sequence[Sequence[int]],
+    questions: Rows | None = None,
+) -> AnswerLosses:
+    """Returns the loss of whole answers to questions, and whether a greedy choice writes them.
+
+    Args:
+      model, context, answers, questions: as in `answer_nll`, which is the mean over the tokens.
+
+    Raises:
+      TypeError, ValueError: as `answer_nll`.
+
+    Example:
+      >>> import kvjax
+      >>> from kvjax.evaluation import answer_losses
+      >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+      >>> model = random_decoder(DecoderConfig(
+      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=1, query_heads=4,
+      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128))
+      >>> written = kvjax.generate(model, [[1, 2, 3]], max_new_tokens=4, end_tokens=()).tokens
+      >>> answer_losses(model, kvjax.read(model, [[1, 2, 3]], max_new=4), written).greedy.tolist()
+      [True]
+    """
     functional = as_functional(model)
     for answer in answers:
         check_count("tokens of an answer", len(answer), 1)
@@ -115,17 +160,20 @@ def answer_nll(
     rows = context.rows if questions is None else len(questions)
     if len(answers) != rows:
         raise ValueError(f"there must be an answer for each of {rows} rows, got {len(answers)}")
-    longest = max(map(len, answers))
-    check_turn(functional, context, questions, longest)
+    lengths = np.array([len(answer) for answer in answers])
+    check_turn(functional, context, questions, lengths - 1)
     if questions is not None:
         # Reading the questions donates the caches.
         context = context.take(range(rows) if context.rows == rows else [0] * rows).awake()
         context = further_turn(functional, context, questions, None, Compiler())
-    # Answers of other lengths then share compiled code.
-    tokens, positions = pad(answers, -(-longest // _STEPS) * _STEPS)
-    count = (positions >= 0).sum(1)
-    nll = _losses(functional, context, tokens, count)
-    return np.where(positions >= 0, nll, 0).sum(1) / count
+    # Answers of other lengths then share compiled code. As for prompts, there are four lengths per
+    # power of two.
+    longest = int(lengths.max())
+    step = max(_STEPS, 2 ** (longest.bit_length() - 3))
+    tokens, positions = pad(answers, -(-longest // step) * step)
+    nats, likely = _losses(functional, context, tokens, lengths)
+    there = positions >= 0
+    return AnswerLosses(np.where(there, nats, 0).sum(1, np.float64), (likely | ~there).all(1))
 
 
 def _losses(
@@ -133,8 +181,10 @@ def _losses(
     context: Context,
     tokens: Int[np.ndarray, "B M"],
     count: Int[np.ndarray, " B"],
-) -> Float[np.ndarray, "B M"]:
+) -> tuple[Float[np.ndarray, "B M"], Bool[np.ndarray, "B M"]]:
     """Returns the losses of the first `count` tokens of each row; the others mean nothing.
+
+    A second array says of each token whether it is the most likely one.
 
     Raises:
       ValueError: written tokens of the context wait for a flush.
@@ -146,7 +196,8 @@ def _losses(
         )
     inputs = jnp.asarray(tokens, jnp.int32), jnp.asarray(count, jnp.int32)
     state = context.caches, *inputs, context.length, context.logits
-    return np.asarray(_nll(context.layers, model, *state))
+    nats, likely = _nll(context.layers, model, *state)
+    return np.asarray(nats), np.asarray(likely)
 
 
 def _check_tokens(model: FunctionalModel, tokens: object) -> np.ndarray:
@@ -173,19 +224,25 @@ def _nll(
     count: Int[Array, " B"],
     length: Int[Array, " B"],
     logits: Float[Array, "B V"],
-) -> Float[Array, "B M"]:
+) -> tuple[Float[Array, "B M"], Bool[Array, "B M"]]:
     def step(logits, caches, inputs):
         token, position = inputs
-        nll = _token_nll(logits, token)
-        return *decode_step(model, layers, caches, token, position), nll
+        losses = _token_losses(logits, token)
+        return *decode_step(model, layers, caches, token, position), losses
 
     # The last token is predicted and not fed: nothing comes after it. Padding is not fed either.
     place = jnp.arange(tokens.shape[1] - 1)[:, None]
     positions = jnp.where(place < count[None] - 1, length[None] + place, -1)
-    logits, _, nll = scan_steps(step, logits, caches, (tokens[:, :-1].T, positions))
-    return jnp.concatenate((nll, _token_nll(logits, tokens[:, -1])[None])).T
+    logits, _, losses = scan_steps(step, logits, caches, (tokens[:, :-1].T, positions))
+    last = _token_losses(logits, tokens[:, -1])
+    nats, likely = (jnp.concatenate((x, y[None])).T for x, y in zip(losses, last, strict=True))
+    return nats, likely
 
 
-def _token_nll(logits: Float[Array, "B V"], token: Int[Array, " B"]) -> Float[Array, " B"]:
+def _token_losses(
+    logits: Float[Array, "B V"], token: Int[Array, " B"]
+) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
+    """Returns the negative log-likelihood of a token, and whether it is the most likely one."""
     log_probability = jax.nn.log_softmax(logits.astype(jnp.float32))
-    return -jnp.take_along_axis(log_probability, token[:, None], axis=-1)[:, 0]
+    nats = -jnp.take_along_axis(log_probability, token[:, None], axis=-1)[:, 0]
+    return nats, most_likely(logits)[0] == token
