@@ -91,8 +91,8 @@ class KVMerger(Unmerged):
       rounding alone count as equal. The paper multiplies values by |S|. The default of
       `value_scale` leaves attention unchanged where keys are equal; `"paper"` has not been
       measured, nor has ε = 0.75. With grouped queries attention is the mean over the group, and one
-      decision is made per KV head. On a further turn a slot that stands for m tokens weighs `m ·
-      g`, and |S| counts tokens. Pinned slots are skipped: the tokens on both sides of one are
+      decision is made per KV head. On a further turn a slot that stands for m tokens weighs
+      `m · g`, and |S| counts tokens. Pinned slots are skipped: the tokens on both sides of one are
       neighbours. Keys are compared as attention saw them. Under a transform that stores them
       unrotated, the unrotated keys are merged.
     """
