@@ -215,12 +215,15 @@ class Fields(dict):
 def fields(row: Row) -> Fields:
     """What a figure may say of a method on one task."""
     full, cases = row.method == "full", row.score.cases
-    of_loss = {"nats": row.score.mean, "lost": 0.0 if full else row.difference.mean}
-    of_answers = {"right": round(row.score.mean * cases), "percent": 100 * row.score.mean}
+    if row.task == LOSS:
+        measured = {"nats": row.score.mean, "lost": 0.0 if full else row.difference.mean}
+    elif row.task == ATTENTION:
+        measured = {"error": row.score.mean, "recall": row.recall}
+    else:
+        measured = {"right": round(row.score.mean * cases), "percent": 100 * row.score.mean}
     about = {
         name: getattr(row, name) for name in ("task", "length", "question", "method", "budget")
     }
-    measured = of_loss if row.task == LOSS else of_answers
     return Fields(**about, cases=cases, share=row.share, **measured)
 
 

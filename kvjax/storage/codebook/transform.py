@@ -37,8 +37,8 @@ class Codebook(KVTransform):
       theta_key: threshold of the keys' cosines, 0.98 as in the paper.
       theta_value: threshold of the values' cosines, 0.95 as in the paper.
       capacity: most entries of each of a row's two books. A float is a share of the vectors that
-        the cache has slots for. The default of 0.5 is about what the paper's ratios of 40 to 50 %
-        leave.
+        the cache has slots for. The default of 0.5 is ours, about what the paper's ratios of
+        40 to 50 % leave; a model with less that is alike needs more. 1.0: room for all.
       interval: steps after which new tokens are encoded; until then they are kept as they came. 32
         is ours.
       magnitude: store norms. False: entries are vectors as they came, and are read unchanged for
@@ -58,13 +58,16 @@ class Codebook(KVTransform):
 
     References:
       Tang et al., SpindleKV: A Novel KV Cache Reduction Method Balancing Both Shallow and Deep
-      Layers, arXiv 2507.06517, section 3.2.
+      Layers, arXiv 2507.06517, section 3.4.
 
     Deviations from the paper:
-      Books have a capacity. Degrees are those of the graph (equation 10), where Algorithm 1 sums
-      similarities. New tokens are encoded every `interval` steps, one after the other: a vector
-      without a near entry becomes an entry, which later ones may refer to. The paper covers the
-      remaining vectors anew, as it does a prompt, and has no further turns.
+      Books have a capacity. In the paper every vector is within theta of its entry; here those that
+      find no room in a full book are not, and are read as another direction.
+      `kvjax.evaluation.reserve_ratio` says how many they are. Degrees are those of the graph
+      (equation 10), where Algorithm 1 sums similarities. New tokens are encoded every `interval`
+      steps, one after the other: a vector without a near entry becomes an entry, which later ones
+      may refer to. The paper covers the remaining vectors anew, as it does a prompt, and has no
+      further turns.
     """
 
     theta_key: float = 0.98

@@ -122,12 +122,15 @@ class KVCrush(Wrapper):
     Deviations from the paper:
       With one anchor and R buckets, the paper's "bucket with the lowest distance" is not well
       defined. Here buckets of equal size along the distance keep every group represented.
-      `pick="middle"` is deterministic. Bits are those of all heads of a layer (of a group of
-      `HeadGroups`), as in the paper, but every KV head evicts, and keeps representatives, for
-      itself. A base without a score (StreamingLLM) gets its bits from accumulated attention alone,
-      and evicts single tokens. A row whose prompt the base keeps completely has no representatives,
-      and grows only to the base's part of the budget. Over PyramidInfer at the paper's ratios, all
-      hidden states go on to the next layer.
+      `pick="middle"` draws nothing, and has the error of a random pick (RESULTS.md, "What the
+      defaults are worth"). Nothing beside the base keeps the first 32 and the newest 128 tokens, as
+      in the paper's runs with pages. Behind it, `Quantize` stores all that stays in the same number
+      of bits, where the paper lets them follow the tokens' importance. Bits are those of all heads
+      of a layer (of a group of `HeadGroups`), as in the paper, but every KV head evicts, and keeps
+      representatives, for itself. A base without a score (StreamingLLM) gets its bits from
+      accumulated attention alone, and evicts single tokens. A row whose prompt the base keeps
+      completely has no representatives, and grows only to the base's part of the budget. Over
+      PyramidInfer at the paper's ratios, all hidden states go on to the next layer.
     """
 
     representatives: int | None = None

@@ -85,13 +85,16 @@ class KVMerger(Unmerged):
       heavy tokens, printed as per cent, are read as fractions; where a row's budget could not be
       met, they are reduced. Scaled to small budgets they would merge the question and the text just
       before it; therefore recent tokens have a least number. Equation 6 defines σ by g and g by σ,
-      and gives a σ of at most 0.71 against a measured "about 5"; therefore `sigma` has modes. Keys
-      that differ by rounding alone count as equal. The default of `value_scale` is the one that
-      leaves attention unchanged where keys are equal. With grouped queries attention is the mean
-      over the group, and one decision is made per KV head. On a further turn a slot that stands for
-      m tokens weighs `m · g`, and |S| counts tokens. Pinned slots are skipped: the tokens on both
-      sides of one are neighbours. Keys are compared as attention saw them. Under a transform that
-      stores them unrotated, the unrotated keys are merged.
+      and gives a σ of at most 0.71 against a measured "about 5"; therefore `sigma` has modes, and
+      its default is ours. On SmolLM2 a σ of 5.0 has a smaller error and loss than the default, and
+      half of it a far larger error (RESULTS.md, "What the defaults are worth"). Keys that differ by
+      rounding alone count as equal. The paper multiplies values by |S|. The default of
+      `value_scale` leaves attention unchanged where keys are equal; `"paper"` has not been
+      measured, nor has ε = 0.75. With grouped queries attention is the mean over the group, and one
+      decision is made per KV head. On a further turn a slot that stands for m tokens weighs
+      `m · g`, and |S| counts tokens. Pinned slots are skipped: the tokens on both sides of one are
+      neighbours. Keys are compared as attention saw them. Under a transform that stores them
+      unrotated, the unrotated keys are merged.
     """
 
     budget: Budget | None = None

@@ -54,7 +54,7 @@ class LayerBudgetEviction(KVTransform):
 
     References:
       Tang et al., SpindleKV: A Novel KV Cache Reduction Method Balancing Both Shallow and Deep
-      Layers, arXiv 2507.06517, section 3.1.
+      Layers, arXiv 2507.06517, section 3.3.
 
     Deviations from the paper:
       For `r_c > α` the paper prints `1 - 2·r_c` for the last layer, which is negative; `2·r_c - 1`

@@ -40,7 +40,10 @@ class SpindleKV(KVTransform):
       Layers, arXiv 2507.06517.
 
     Deviations from the paper:
-      Both parts deviate as their own descriptions say. Heads are not unfolded by default.
+      Both parts deviate as their own descriptions say. By default books may be full, and heads are
+      not unfolded, which in the paper is the weaker form where query heads share keys. On the
+      bundled model unfolding finds fewer needles (RESULTS.md, "Cost of every part"); other models
+      have not been measured, nor has SmolLM2 with `capacity=1.0`.
     """
 
     reserve: float
