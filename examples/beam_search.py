@@ -27,8 +27,6 @@ METHODS = {
     "chelsea": kvjax.Chelsea(budget=12, chunk=8, sinks=2, recent=4, interval=3),
 }
 
-Layers = tuple[kvjax.KVTransform, ...]
-
 
 def random_weights() -> dict:
     """Weights of the model."""
@@ -41,7 +39,7 @@ def random_weights() -> dict:
     return {"embed": weight((VOCABULARY, WIDTH)), "layers": layers}
 
 
-def forward(weights: dict, tokens, positions, caches: list, layers: Layers, phase):
+def forward(weights: dict, tokens, positions, caches: tuple, phase):
     """Logs of the probabilities of each row's next token, `[rows, VOCABULARY]`, and the caches."""
     x, written = weights["embed"][tokens], []
     rope = kvjax.Rope(1.0 / 1000.0 ** (jnp.arange(0, HEAD_DIM, 2) / HEAD_DIM))
@@ -51,47 +49,46 @@ def forward(weights: dict, tokens, positions, caches: list, layers: Layers, phas
         out, cache = kvjax.attend(cache, q, k, v, positions, phase=phase, rope=rope)
         x = x + jnp.einsum("bhtd,hdc->btc", out, own["out"])
         written.append(cache)
-    return jax.nn.log_softmax(x[:, -1] @ weights["embed"].T * 4), written
+    return jax.nn.log_softmax(x[:, -1] @ weights["embed"].T * 4), tuple(written)
 
 
-@functools.partial(jax.jit, static_argnames="layers", donate_argnames="caches")
-def step(weights: dict, parents, tokens, position, caches: list, layers: Layers):
+@functools.partial(jax.jit, donate_argnames="caches")
+def step(weights: dict, parents, tokens, position, caches: tuple):
     """A step of the beams that `tokens` continue, those of `parents`."""
     caches = kvjax.take_rows(caches, parents)
     positions = jnp.full((BEAMS, 1), position)
-    return forward(weights, tokens[:, None], positions, caches, layers, "decode")
+    return forward(weights, tokens[:, None], positions, caches, "decode")
 
 
 flush = jax.jit(kvjax.flush, donate_argnums=0)
 
 
-def read(weights: dict, prompt, layers: Layers):
+def read(weights: dict, prompt, method: kvjax.KVTransform):
     """Reads a prompt of one row: probabilities of the next token, and caches for each beam."""
-    sizes = {
-        "batch": 1, "kv_heads": KV_HEADS, "query_heads": QUERY_HEADS, "head_dim": HEAD_DIM,
-        "max_prompt": PROMPT, "max_new": NEW, "dtype": jnp.float32,
-    }  # fmt: skip
-    caches = [kvjax.init_cache(tx, layer=number, **sizes) for number, tx in enumerate(layers)]
-    run = jax.jit(forward, static_argnames=("layers", "phase"))
+    caches = kvjax.init_caches(
+        method, num_layers=LAYERS, batch=1, kv_heads=KV_HEADS, query_heads=QUERY_HEADS,
+        head_dim=HEAD_DIM, max_prompt=PROMPT, max_new=NEW, dtype=jnp.float32,
+    )  # fmt: skip
+    run = jax.jit(forward, static_argnames="phase")
     positions = jnp.arange(PROMPT)[None]
-    found, caches = run(weights, prompt, positions, caches, layers=layers, phase="prompt")
+    found, caches = run(weights, prompt, positions, caches, phase="prompt")
     return found, kvjax.take_rows(caches, [0] * BEAMS)
 
 
 def search(weights: dict, prompt, method: kvjax.KVTransform):
     """The best texts, `[BEAMS, NEW]`, the logs of their probabilities, and their caches."""
-    layers = kvjax.bind(method, LAYERS)
-    found, caches = read(weights, prompt, layers)
+    found, caches = read(weights, prompt, method)
     interval = kvjax.flush_interval(caches)
     score, token = jax.lax.top_k(found[0], BEAMS)
     texts, parents = token[:, None], jnp.arange(BEAMS)
     for number in range(1, NEW):
-        found, caches = step(weights, parents, token, PROMPT + number - 1, caches, layers)
+        found, caches = step(weights, parents, token, PROMPT + number - 1, caches)
         if interval is not None and number % interval == 0:
             caches = flush(caches)
         score, best = jax.lax.top_k((score[:, None] + found).reshape(-1), BEAMS)
         parents, token = best // VOCABULARY, best % VOCABULARY
         texts = jnp.concatenate((texts[parents], token[:, None]), axis=1)
+    kvjax.check_dropped(caches)
     return texts, score, kvjax.take_rows(caches, parents)
 
 

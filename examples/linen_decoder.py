@@ -35,7 +35,7 @@ class Attention(linen.Module):
     """Projections around one call of `kvjax.attend`."""
 
     @linen.compact
-    def __call__(self, x, positions, cache, transform, phase):
+    def __call__(self, x, positions, cache, phase):
         """What attention adds, and the cache with the new tokens."""
 
         def heads(name: str, count: int) -> jax.Array:
@@ -52,14 +52,14 @@ class Decoder(linen.Module):
     """Token ids to logits, and caches to caches."""
 
     @linen.compact
-    def __call__(self, tokens, positions, caches, transforms, phase):
+    def __call__(self, tokens, positions, caches, phase):
         """Logits of every token, and the new caches."""
         embed = linen.Embed(VOCABULARY, WIDTH, name="embed")
         x, written = embed(jnp.where(positions >= 0, tokens, 0)), []
-        for i, (cache, transform) in enumerate(zip(caches, transforms, strict=True)):
+        for i, cache in enumerate(caches):
             y = linen.RMSNorm(name=f"attention_norm_{i}")(x)
             attention = Attention(name=f"attention_{i}")
-            added, cache = attention(y, positions, cache, transform, phase)
+            added, cache = attention(y, positions, cache, phase)
             x, y = x + added, linen.RMSNorm(name=f"mlp_norm_{i}")(x + added)
             y = jax.nn.gelu(Dense(4 * WIDTH, name=f"up_{i}")(y))
             x = x + Dense(WIDTH, name=f"down_{i}")(y)
@@ -67,27 +67,24 @@ class Decoder(linen.Module):
         return embed.attend(linen.RMSNorm(name="norm")(x)), tuple(written)
 
 
-def empty_caches(transforms: tuple[kvjax.KVTransform, ...], mesh: Mesh | None = None) -> tuple:
+def empty_caches(method: kvjax.KVTransform, mesh: Mesh | None = None) -> tuple:
     """A cache for each layer."""
-    make = functools.partial(
-        kvjax.init_cache, batch=len(LENGTHS), kv_heads=KV_HEADS, query_heads=QUERY_HEADS,
+    return kvjax.init_caches(
+        method, num_layers=LAYERS, batch=len(LENGTHS), kv_heads=KV_HEADS, query_heads=QUERY_HEADS,
         head_dim=HEAD_DIM, max_prompt=PROMPT, max_new=NEW, dtype=jnp.float32, mesh=mesh,
     )  # fmt: skip
-    return tuple(make(transform, layer=i) for i, transform in enumerate(transforms))
 
 
 def padded_positions() -> jax.Array:
     """Positions `[rows, PROMPT]`: 0, 1, ... and -1 behind the end of a row."""
-    numbers = jnp.arange(PROMPT)[None, :]
-    return jnp.where(numbers < jnp.array(LENGTHS)[:, None], numbers, -1)
+    return kvjax.positions_of(jnp.arange(PROMPT)[None] < jnp.array(LENGTHS)[:, None])
 
 
 def random_parameters(mesh: Mesh | None = None) -> dict:
     """Parameters, of which a mesh gets those with heads or MLP channels divided over `tensor`."""
-    transforms = kvjax.bind(kvjax.Full(), LAYERS)
     one = jnp.zeros((len(LENGTHS), 1), jnp.int32)
-    model = functools.partial(Decoder().init, transforms=transforms, phase="prompt")
-    params = model(jax.random.key(0), one, one, empty_caches(transforms))
+    model = functools.partial(Decoder().init, phase="prompt")
+    params = model(jax.random.key(0), one, one, empty_caches(kvjax.Full()))
     if mesh is None:
         return params
     specs = {"q": (None, "tensor"), "k": (None, "tensor"), "v": (None, "tensor"),
@@ -102,15 +99,15 @@ def random_parameters(mesh: Mesh | None = None) -> dict:
 
 def generate(params: dict, tokens: jax.Array, method: kvjax.KVTransform, mesh=None) -> jax.Array:
     """Greedy text, `[rows, NEW]`: the prompt in one call, then M steps and a flush in one each."""
-    transforms, positions = kvjax.bind(method, LAYERS), padded_positions()
+    positions = padded_positions()
     if mesh is not None:
         by_row = NamedSharding(mesh, PartitionSpec("data"))
         tokens, positions = jax.device_put((tokens, positions), by_row)
-    model = functools.partial(Decoder().apply, transforms=transforms)
+    model = Decoder().apply
 
     @jax.jit
     def read(params, tokens, positions):
-        caches = empty_caches(transforms, mesh)
+        caches = empty_caches(method, mesh)
         logits, caches = model(params, tokens, positions, caches, phase="prompt")
         last = positions.argmax(axis=1)[:, None, None]  # each row's own last token
         return jnp.take_along_axis(logits, last, axis=1).argmax(-1), caches
@@ -132,6 +129,7 @@ def generate(params: dict, tokens: jax.Array, method: kvjax.KVTransform, mesh=No
     for _ in range(0, NEW, interval):
         written, token, position, caches = period(params, token, position, caches, steps=interval)
         text.append(written)
+    kvjax.check_dropped(caches)
     return jnp.concatenate(text, axis=1)[:, :NEW]
 
 

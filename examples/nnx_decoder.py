@@ -4,8 +4,8 @@
 
 The model is written by hand and knows kvjax in three places: its attention layer calls
 `kvjax.attend`, the loop calls `kvjax.flush` between the steps, and caches come from
-`kvjax.init_cache`. Weights are random. On a mesh with the axes `data` and `tensor`, which
-`init_cache` is given, the same code runs divided, rows over `data` and heads over `tensor`.
+`kvjax.init_caches`. Weights are random. On a mesh with the axes `data` and `tensor`, which
+`init_caches` is given, the same code runs divided, rows over `data` and heads over `tensor`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Attention(nnx.Module):
         flat = (self.q(x), self.k(x), self.v(x))
         return tuple(y.reshape(*y.shape[:2], -1, HEAD_DIM).swapaxes(1, 2) for y in flat)
 
-    def __call__(self, x, positions, cache, transform, phase):
+    def __call__(self, x, positions, cache, phase):
         """What attention adds, and the cache with the new tokens."""
         q, k, v = self.heads(x)
         out, cache = kvjax.attend(cache, q, k, v, positions, phase=phase, rope=ROPE)
@@ -61,9 +61,9 @@ class Block(nnx.Module):
         self.up = nnx.Linear(WIDTH, 4 * WIDTH, kernel_init=LARGE, rngs=rngs)
         self.down = nnx.Linear(4 * WIDTH, WIDTH, kernel_init=LARGE, rngs=rngs)
 
-    def __call__(self, x, positions, cache, transform, phase):
+    def __call__(self, x, positions, cache, phase):
         """The residual stream after the block, and its cache."""
-        added, cache = self.attention(self.attention_norm(x), positions, cache, transform, phase)
+        added, cache = self.attention(self.attention_norm(x), positions, cache, phase)
         x = x + added
         return x + self.down(jax.nn.gelu(self.up(self.mlp_norm(x)))), cache
 
@@ -76,11 +76,11 @@ class Decoder(nnx.Module):
         self.blocks = nnx.List([Block(rngs) for _ in range(LAYERS)])
         self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
 
-    def __call__(self, tokens, positions, caches, transforms, phase):
+    def __call__(self, tokens, positions, caches, phase):
         """Logits of every token, and the new caches."""
         x, written = self.embed(tokens), []
-        for block, cache, transform in zip(self.blocks, caches, transforms, strict=True):
-            x, cache = block(x, positions, cache, transform, phase)
+        for block, cache in zip(self.blocks, caches, strict=True):
+            x, cache = block(x, positions, cache, phase)
             written.append(cache)
         return self.norm(x) @ self.embed.embedding[...].T, tuple(written)
 
@@ -99,7 +99,6 @@ def divide(model: Decoder, mesh: Mesh) -> None:
 
 def generate(model: Decoder, tokens: jax.Array, method: kvjax.KVTransform, mesh=None) -> jax.Array:
     """Greedy text, `[ROWS, NEW]`: the prompt in one call, then M steps and a flush in one each."""
-    transforms = kvjax.bind(method, LAYERS)
     graph, weights = nnx.split(model)
     positions = jnp.broadcast_to(jnp.arange(PROMPT), tokens.shape)
     if mesh is not None:
@@ -108,15 +107,12 @@ def generate(model: Decoder, tokens: jax.Array, method: kvjax.KVTransform, mesh=
 
     @jax.jit
     def read(weights, tokens, positions):
-        caches = tuple(
-            kvjax.init_cache(
-                transform, layer=i, batch=ROWS, kv_heads=KV_HEADS, query_heads=QUERY_HEADS,
-                head_dim=HEAD_DIM, max_prompt=PROMPT, max_new=NEW, dtype=jnp.float32, mesh=mesh,
-            )
-            for i, transform in enumerate(transforms)
+        caches = kvjax.init_caches(
+            method, num_layers=LAYERS, batch=ROWS, kv_heads=KV_HEADS, query_heads=QUERY_HEADS,
+            head_dim=HEAD_DIM, max_prompt=PROMPT, max_new=NEW, dtype=jnp.float32, mesh=mesh,
         )  # fmt: skip
         model = nnx.merge(graph, weights)
-        logits, caches = model(tokens, positions, caches, transforms, "prompt")
+        logits, caches = model(tokens, positions, caches, "prompt")
         return logits[:, -1].argmax(-1)[:, None], caches
 
     @functools.partial(jax.jit, static_argnames="steps", donate_argnames="caches")
@@ -125,7 +121,7 @@ def generate(model: Decoder, tokens: jax.Array, method: kvjax.KVTransform, mesh=
 
         def step(carry, _):
             token, position, caches = carry
-            logits, caches = model(token, position, caches, transforms, "decode")
+            logits, caches = model(token, position, caches, "decode")
             return (logits.argmax(-1), position + 1, caches), token[:, 0]
 
         carry = (token, position, caches)
@@ -138,6 +134,7 @@ def generate(model: Decoder, tokens: jax.Array, method: kvjax.KVTransform, mesh=
     for _ in range(0, NEW, interval):
         written, token, position, caches = period(weights, token, position, caches, steps=interval)
         text.append(written)
+    kvjax.check_dropped(caches)
     return jnp.concatenate(text, axis=1)[:, :NEW]
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.attention.attend import Layout, attend
-from kvjax.attention.layer import Cache
+from kvjax.attention.layer import Cache, for_keeping
 from kvjax.cache.rope import Rope
 from kvjax.generation.model import FunctionalModel
 from kvjax.protocol import KVTransform, Phase
@@ -110,7 +110,8 @@ def guest_caches(
       >>> out.shape, again.shape, cache.cache.kv.length.tolist()
       ((1, 12, 2, 4), (1, 1, 2, 4), [12])
     """
-    return tuple(GuestCache(cache, positions, phase, last) for cache in caches)
+    # Each has positions of its own, since a loop donates the caches of all layers.
+    return tuple(GuestCache(cache, for_keeping(positions), phase, last) for cache in caches)
 
 
 def functional_model(

@@ -105,14 +105,14 @@ def head(lm: Any, x: Any) -> Any:
     return lm.backbone.token_embedding(x, reverse=True)
 
 
-def functional(lm: Any) -> kvjax.models.FunctionalModel:
+def functional(lm: Any) -> Any:
     """The model for `kvjax.generate`, `read`, contexts and evaluation, with its own weights."""
     of_model = sizes(lm)
     scale, cap = of_model.pop("scale"), of_model.pop("soft_cap")
     variables = [*lm.trainable_variables, *lm.non_trainable_variables]
 
     def with_weights(weights: list) -> Any:
-        import keras
+        import keras  # pyright: ignore[reportMissingImports]
 
         return keras.StatelessScope(state_mapping=list(zip(variables, weights, strict=True)))
 

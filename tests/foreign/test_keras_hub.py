@@ -6,6 +6,7 @@ import importlib
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,6 +19,13 @@ adapter = importlib.import_module("keras_hub_gemma")
 
 LENGTH, LENGTHS = 40, (28, 20)
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def as_keras_has_it():
+    """Keras promotes ranks and dtypes, which other tests forbid."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 @pytest.fixture(scope="module")

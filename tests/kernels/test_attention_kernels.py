@@ -196,6 +196,6 @@ def test_attend_hands_the_implementation_down(phase):
     q, kv = (np.ones((3, heads, 1, 8), np.float32) for heads in (4, 2))
     with pytest.raises(ValueError, match=r"'xla'.*'nonsense'"):
         attend(
-            kvjax.Full(), new_cache(kvjax.Full()), q, kv, kv, np.zeros((3, 1), np.int32),
+            new_cache(kvjax.Full()), q, kv, kv, np.zeros((3, 1), np.int32),
             phase=phase, implementation="nonsense",
         )  # fmt: skip
