@@ -124,7 +124,7 @@ def read_only(reading: Reading, tokens: Tokens, call: Call) -> Float[Array, "B Q
         Queries(grouped, positions), keys, kv.v.read(), Seen(kv.log_mass, kv.position),
         **call.kernel_options,
     )  # fmt: skip
-    _, out = beside_sinks(call.options.sinks, lse, out)
+    _, out = join_elsewhere(Elsewhere.sinks(call.options.sinks, grouped), lse, out)
     return out.reshape(q.shape).astype(q.dtype)
 
 
