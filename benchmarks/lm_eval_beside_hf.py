@@ -74,17 +74,18 @@ def requests_of(model: str, text: str) -> dict[str, list]:
 def answer(args: argparse.Namespace) -> dict[str, Any]:
     """Answers all requests twice in this process."""
     from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
+    from lm_eval.api.registry import get_model  # pyright: ignore[reportMissingImports]
+
+    import kvjax.lm_eval  # noqa: F401  # makes its name known
 
     requests, start = json.loads(sys.stdin.read()), time.perf_counter()
-    settings: dict[str, Any] = {"batch_size": BATCH, "max_length": WINDOW, "dtype": args.dtype}
-    if args.side == HF:
-        from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
-
-        model = HFLM(args.model, device="cpu", **settings)
-    else:
-        from kvjax.lm_eval import KVJaxLM
-
-        model = KVJaxLM(args.model, args.side, args.budget, **settings)
+    settings = {"batch_size": BATCH, "max_length": WINDOW, "dtype": args.dtype}
+    method = {"device": "cpu"} if args.side == HF else {"transform": args.side}
+    if args.budget is not None:
+        method["budget"] = args.budget
+    model = get_model(HF if args.side == HF else "kvjax").create_from_arg_obj(
+        {"pretrained": args.model, **settings, **method}
+    )
     result: dict[str, Any] = {"opened": time.perf_counter() - start}
     for kind in KINDS:
         instances = [Instance(kind, {}, tuple(x), 0) for x in requests[kind]]

@@ -269,8 +269,7 @@ class KVJaxLM(TemplateLM):
         order = Collator(
             [request.args for request in requests],
             sort_fn=lambda args: (-len(self.tok_encode(args[0])), args[0]),
-            group_by="gen_kwargs",
-            group_fn=lambda args: args[1],
+            group_by="gen_kwargs",  # the second of a request's arguments
         )
         texts: list[str] = []
         with tqdm(total=len(requests), disable=disable_tqdm, desc="kvjax generate_until") as bar:
