@@ -56,15 +56,15 @@ class Pages:
       budget: number of pages that each row attends to.
       means: means of each page's keys and values, which stand for pages that are not attended to;
         None where nothing does.
-      newest: mean and variance of the newest page's keys and of its values, in float32; None where
-        neither bounds nor means need them.
+      newest: mean and variance of the newest page's keys, and of its values where means stand for
+        pages, in float32; None where neither bounds nor means need them.
     """
 
     low: Float[Array, "B H P D"]
     high: Float[Array, "B H P D"]
     budget: Int[Array, " B"]
     means: Estimate | None
-    newest: tuple[Moments, Moments] | None
+    newest: tuple[Moments, ...] | None
 
 
 @named("quest")
@@ -176,7 +176,7 @@ class Quest(Recall):
 
         newest = means = None
         if self._has_moments:
-            newest = tuple(Moments(*zeros(dtype=jnp.float32)) for _ in range(2))
+            newest = tuple(Moments(*zeros(dtype=jnp.float32)) for _ in range(1 + self.estimate))
         if self.estimate:
             none = jnp.full((batch, kv_heads, pages), NEG_INF, jnp.float32)
             means = Estimate(*zeros(pages, dtype=cache.k.dtype), none)
@@ -217,24 +217,26 @@ class Quest(Recall):
         slot = jax.lax.broadcasted_iota(jnp.int32, cache.shape, 2)
         # Keys are read from the cache and not taken from `step.keys`: an earlier part of a chain
         # may have merged some since attention saw them.
-        keys, means, newest = cache.k.read(), None, None
+        keys, budget = cache.k.read(), self._pages_budget(cache)
         size = cache.used, self.page, state.low.shape[2]
-        if self._has_moments:
-            mass, values = jnp.exp(cache.log_mass), cache.v.read()
-            moments = tuple(Moments(*page_moments(x, mass, slot, *size)) for x in (keys, values))
-            last = jnp.maximum(cache.used - 1, 0)[..., None] // self.page
-            newest = jax.tree.map(lambda x: take_slots(x, last)[:, :, 0], moments)
+        if not self._has_moments:
+            pages = Pages(*page_bounds(keys, slot, *size), budget, None, None)
+            return None, step.of_rows(pages, state)
+        mass, means = jnp.exp(cache.log_mass), None
+        rows = (keys, cache.v.read()) if self.estimate else (keys,)
+        moments = tuple(Moments(*page_moments(x, mass, slot, *size)) for x in rows)
         if self.estimate:
             padding = (0, 0), (0, 0), (0, size[2] * self.page - cache.slots)
             of_pages = jnp.pad(mass, padding).reshape(*cache.shape[:2], -1, self.page).sum(-1)
-            means = (x.mean.astype(keys.dtype) for x in moments)
-            means = Estimate(*means, jnp.log(of_pages))
+            mean_key, mean_value = (x.mean.astype(keys.dtype) for x in moments)
+            means = Estimate(mean_key, mean_value, jnp.log(of_pages))
         if self.spread is None:
             bounds = page_bounds(keys, slot, *size)
         else:
             bounds = self._around(moments[0], keys.dtype)
-        pages = Pages(*bounds, self._pages_budget(cache), means, newest)
-        return None, step.of_rows(pages, state)
+        last = jnp.maximum(cache.used - 1, 0)[..., None] // self.page
+        newest = jax.tree.map(lambda x: take_slots(x, last)[:, :, 0], moments)
+        return None, step.of_rows(Pages(*bounds, budget, means, newest), state)
 
     # Whether the index has means of pages.
     _has_moments = property(lambda self: self.estimate or self.spread is not None)
@@ -256,24 +258,26 @@ class Quest(Recall):
             tokens = page * self.page + _numbers(self.page)
             before = take_slots(cache.log_mass, jnp.minimum(tokens, cache.slots - 1))
             before = jnp.exp(jnp.where(tokens < slots, before, NEG_INF)).sum(-1, keepdims=True)
-            rows = (x[:, :, 0].astype(jnp.float32) for x in (key, cache.v.read(slot)))
+            rows = (key, cache.v.read(slot)) if self.estimate else (key,)
             changed = tuple(
-                old.with_row(row, before) for old, row in zip(state.newest, rows, strict=True)
+                old.with_row(row[:, :, 0].astype(jnp.float32), before)
+                for old, row in zip(state.newest, rows, strict=True)
             )
             newest = jax.tree.map(
                 lambda new, old: jnp.where(there, new, old), changed, state.newest
             )
             state = dataclasses.replace(state, newest=newest)
-        if self.estimate:
-            rows = (x.mean[:, :, None] for x in newest)
-            written = map(write_slots, state.means, (page,) * 3, (*rows, jnp.log(before + 1)))
-            state = dataclasses.replace(state, means=Estimate(*written))
-        if self.spread is not None:
-            low, high = (x[:, :, None] for x in self._around(newest[0], state.low.dtype))
-            return dataclasses.replace(
-                state, low=write_slots(state.low, page, low),
-                high=write_slots(state.high, page, high),
-            )  # fmt: skip
+            if state.means is not None:
+                key_mean, value_mean = (x.mean[:, :, None] for x in newest)
+                added = key_mean, value_mean, jnp.log(before + 1)
+                written = (write_slots(x, page, y) for x, y in zip(state.means, added, strict=True))
+                state = dataclasses.replace(state, means=Estimate._make(written))
+            if self.spread is not None:
+                low, high = (x[:, :, None] for x in self._around(newest[0], state.low.dtype))
+                return dataclasses.replace(
+                    state, low=write_slots(state.low, page, low),
+                    high=write_slots(state.high, page, high),
+                )  # fmt: skip
 
         def widen(bounds: Array, extremum) -> Array:
             bound = take_slots(bounds, jnp.minimum(page, bounds.shape[2] - 1))
