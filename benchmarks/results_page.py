@@ -462,7 +462,7 @@ def beside_hf(rows: Sequence[dict[str, Any]]) -> str:
         [
             f"`{row['side']}`" + ("" if row["budget"] is None else f" {row['budget']:g}"),
             f"{row['nats']:.1f}", f"{row['found']} of {requests['generate_until']}",
-            *(f"{x:.1f}" if x > 1 else f"{x:.1g}" for x in (row["off"][kind] for kind in kinds[:2])),
+            *(f"{x:.1f}" if x > 1 else f"{x:.1g}" for x in map(row["off"].get, kinds[:2])),
             *(f"{row['again_processor'][kind]:.0f} s" for kind in kinds),
             f"{row['peak_gb']:.1f} GB",
         ]

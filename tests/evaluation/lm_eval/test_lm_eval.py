@@ -258,7 +258,7 @@ def test_the_command_on_wikitext(tmp_path, data_dir):
 
 @pytest.mark.slow
 def test_the_command_finds_needles(tmp_path, data_dir):
-    """SmolLM2 finds needles with the full cache, and with a window none that are outside it."""
+    """SmolLM2 finds needles with the full cache, and with a window those that are in it."""
     folder, text = smollm2(), (data_dir / "text" / "wikitext2.test.txt").read_text("utf-8")
     tokenizer = load_tokenizer(folder)
     task = ruler(
@@ -272,18 +272,24 @@ def test_the_command_finds_needles(tmp_path, data_dir):
             "--model_args", f"pretrained={folder},{method}")["kvjax_needles"]
         for method in ("transform=full", "transform=streaming_llm,budget=64")
     ]  # fmt: skip
-    assert [x["exact_match,number"] for x in results] == [1.0, 0.0]
+    near = [x.answers[0] in tokenizer.decode(x.prompt[-60:]) for x in task.cases]  # and four sinks
+    assert [x["exact_match,number"] for x in results] == [1.0, np.mean(near)]
+    assert np.mean(near) < 1
 
 
 @pytest.mark.slow
 def test_the_harness_own_model_says_the_same():
-    """SmolLM2 with the full cache in float32: log-likelihoods, greedy answers and texts."""
+    """SmolLM2 with the full cache: log-likelihoods, greedy answers and texts.
+
+    The harness computes in float64, since its rounding in float32 is the larger one.
+    """
     folder = smollm2()
     pytest.importorskip("accelerate", reason="the harness's hf needs torch and accelerate")
     from lm_eval.models.huggingface import HFLM
 
-    settings = {"batch_size": 2, "max_length": 64, "dtype": "float32"}
-    ours, hf = KVJaxLM(folder, **settings), HFLM(folder, device="cpu", **settings)
+    settings = {"batch_size": 2, "max_length": 64}
+    ours = KVJaxLM(folder, dtype="float32", **settings)
+    hf = HFLM(folder, device="cpu", dtype="float64", **settings)
     pairs = [("The capital of France is", x) for x in (" Paris", " a city", " Berlin.")]
     pairs += [("", "Once upon a time"), ("One two three", " four five six")]
     until = {"until": ["\n"], "max_gen_toks": 16, "do_sample": False}
@@ -293,5 +299,5 @@ def test_the_harness_own_model_says_the_same():
     np.testing.assert_allclose(*([x for x, _ in side] for side in (here, there)), atol=1e-4)
     assert [x for _, x in here] == [x for _, x in there]
     totals = [x.loglikelihood_rolling(rolling, disable_tqdm=True) for x in (ours, hf)]
-    np.testing.assert_allclose(*totals, rtol=1e-5)
+    np.testing.assert_allclose(*totals, atol=1e-4)
     assert texts(ours, *prompts) == texts(hf, *prompts)
