@@ -16,8 +16,9 @@ from kvjax.messages import printable, quiet
 # Errors that a user can cause. The library raises the first two, and files and the hub raise the
 # third. The next three mean that a request needs too much memory, and the last one that a model's
 # logits are not numbers.
+# A RuntimeError says that tokens were lost (`kvjax.check_dropped`), or that a device has no memory.
 _USER_ERRORS = (
-    ValueError, TypeError, OSError, OverflowError, MemoryError, RecursionError, FloatingPointError,
+    ValueError, TypeError, OSError, OverflowError, MemoryError, RuntimeError, FloatingPointError,
 )  # fmt: skip
 
 
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         return 1
-    except _user_errors() as error:
+    except _USER_ERRORS as error:
         try:
             print(f"kvjax: error: {_message(error)}", file=sys.stderr)
         except OSError:  # a full disk or a closed pipe
@@ -72,12 +73,6 @@ def _flushed() -> Iterator[None]:
         except OSError:
             _discard(sys.stdout)
             raise
-
-
-def _user_errors() -> tuple[type[Exception], ...]:
-    """Returns `_USER_ERRORS` and, if JAX was imported, its error for a device without memory."""
-    errors = sys.modules.get("jax.errors")
-    return _USER_ERRORS if errors is None else (*_USER_ERRORS, errors.JaxRuntimeError)
 
 
 def _message(error: BaseException) -> str:
