@@ -512,6 +512,7 @@ class Step:
         return of_rows(self.rows, new, old)
 
 
+@pytree_node
 class Estimate(NamedTuple):
     """Virtual slots, each of which stands for tokens that a step does not read.
 

@@ -25,6 +25,7 @@ from pallas_kernels import page_bounds, page_moments, page_scores
 PAGES = 3  # smallest number of pages that a budget must hold
 
 
+@pytree_node
 class Moments(NamedTuple):
     """Mean and variance of a page's rows, by channel, each row as heavy as its mass."""
 

@@ -317,13 +317,12 @@ def test_beams_are_rows_that_run_alone(name, beams):
     asked = jax.random.randint(jax.random.key(1), (1, beams.PROMPT), 0, beams.VOCABULARY)
     texts, scores, caches = beams.search(weights, asked, of_beams(name))
     assert len({tuple(text) for text in texts.tolist()}) == beams.BEAMS
-    layers = kvjax.bind(of_beams(name), beams.LAYERS)
-    found, alone = beams.read(weights, asked, layers)
+    found, alone = beams.read(weights, asked, of_beams(name))
     every, expected = np.arange(beams.BEAMS), found[0][texts[:, 0]]
     interval = kvjax.flush_interval(alone)
     for number in range(1, beams.NEW):
         at = beams.PROMPT + number - 1
-        found, alone = beams.step(weights, every, texts[:, number - 1], at, alone, layers)
+        found, alone = beams.step(weights, every, texts[:, number - 1], at, alone)
         expected = expected + found[every, texts[:, number]]
         if interval is not None and number % interval == 0:
             alone = beams.flush(alone)
