@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.attention.attend import Layout, attend
 from kvjax.attention.layer import Cache, for_keeping
 from kvjax.cache.rope import Rope
-from kvjax.generation.model import FunctionalModel
+from kvjax.generation.model import FunctionalModel, OfLayers
 from kvjax.protocol import KVTransform, Phase
 from kvjax.serialization import pytree_node
 
@@ -126,8 +126,8 @@ def functional_model(
     vocab_size: int,
     max_positions: int | None = None,
     windows: tuple[int | None, ...] = (),
-    attention_scale: float | tuple[float | None, ...] | None = None,
-    attention_soft_cap: float | tuple[float | None, ...] | None = None,
+    attention_scale: OfLayers = None,
+    attention_soft_cap: OfLayers = None,
 ) -> FunctionalModel:
     """Makes a model of others one for `kvjax.generate`, `read`, contexts and evaluation.
 

@@ -29,10 +29,7 @@ def decode(
 ) -> tuple[Float[Array, "B Q T D"], LayerCache]:
     """Appends, selects, attends, and carries out what the transform decides about the step."""
     transform, needs, positions = cache.transform, cache.transform.needs, tokens.positions
-    if not needs.predicted_query:
-        tokens = tokens._replace(predicted=None)
-    if call.rope is not None and not needs.unrotated_keys:
-        tokens = tokens.rotated(call.rope)
+    tokens = _prepared(needs, tokens, call)
     q, added = tokens.q, positions
     if call.repeats:  # what the cache holds already attends, and is padding in all else
         added = jnp.where(positions < cache.kv.length[:, None], FREE, positions)
@@ -45,11 +42,10 @@ def decode(
     kv, rotation = view.cache, None
     if needs.unrotated_keys:
         rotation = call.rope.at(key_positions(needs, kv))
-        at = (
-            held_query_positions(needs, kv, positions)
-            if call.repeats
-            else (query_positions(needs, kv, slots, positions))
-        )
+        if call.repeats:
+            at = held_query_positions(needs, kv, positions)
+        else:
+            at = query_positions(needs, kv, slots, positions)
         q = call.rope.rotate(q, at)
     out, mass = _attention(needs, view, q, rotation, positions, call)
     if call.repeats and mass is not None:
@@ -66,6 +62,15 @@ def decode(
     )  # fmt: skip
     kv, state = decide_parts(transform, kv, state, step)
     return out.astype(q.dtype), dataclasses.replace(cache, kv=kv, state=state, window=window)
+
+
+def _prepared(needs: Needs, tokens: Tokens, call: Call) -> Tokens:
+    """Returns the tokens as a transform sees them: rotated, if keys are stored so."""
+    if not needs.predicted_query:
+        tokens = tokens._replace(predicted=None)
+    if call.rope is not None and not needs.unrotated_keys:
+        tokens = tokens.rotated(call.rope)
+    return tokens
 
 
 def _elsewhere(view: View, queries: Queries, call: Call) -> Elsewhere | None:
@@ -90,10 +95,7 @@ def _elsewhere(view: View, queries: Queries, call: Call) -> Elsewhere | None:
 def attend_only(cache: LayerCache, tokens: Tokens, call: Call) -> Float[Array, "B Q T D"]:
     """Attends to what the cache holds: queries alone, of which the transform takes no notice."""
     transform, needs, positions = cache.transform, cache.transform.needs, tokens.positions
-    if not needs.predicted_query:
-        tokens = tokens._replace(predicted=None)
-    if call.rope is not None and not needs.unrotated_keys:
-        tokens = tokens.rotated(call.rope)
+    tokens = _prepared(needs, tokens, call)
     q, kv, rotation = tokens.q, cache.kv, None
     nowhere = jnp.full((*kv.shape[:2], q.shape[2]), kv.slots, jnp.int32)
     view = View(

@@ -14,7 +14,7 @@ from kvjax.cli.inputs import check_text
 from kvjax.cli.opened import OpenedModel, check_counts, check_sampling
 from kvjax.cli.saved import Room, Saved
 from kvjax.cli.sizes import kept_and_room
-from kvjax.cli.terminal import Display, figures, print_dropped, print_line
+from kvjax.cli.terminal import Display, figures, print_line
 from kvjax.generation.model import as_functional
 from kvjax.generation.prompt_checks import check_turn
 
@@ -84,7 +84,6 @@ def run(args: argparse.Namespace) -> None:
     if not args.json:
         copies = f"{len(rows) + len(spare)} copies of " * several + "the document"
         print_line(f"before the questions: {kept_and_room(occupancy, copies)}", "dim")
-        print_dropped(saved.method, result.dropped)
 
 
 def _rows(questions: int) -> int:

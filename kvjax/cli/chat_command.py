@@ -219,8 +219,6 @@ class Chat:
         if is_cut(row, result, 0, max_new):
             reason = " by --max-new" if max_new == settings.max_new else f": {self._room_left()}"
             print_line(f"the answer was cut{reason}", "dim")
-        if result.dropped:
-            print_line(f"{result.dropped:,} tokens found no free slot", "red")
 
     def _reset(self) -> None:
         """Begins a new conversation, or goes back to what CONTEXT holds."""

@@ -15,7 +15,7 @@ from kvjax.cli import bundled_question, options
 from kvjax.cli.answers import InOrder, Row, is_cut, write
 from kvjax.cli.inputs import check_text, read_prompts, read_text
 from kvjax.cli.opened import OpenedModel, check_counts, check_sampling
-from kvjax.cli.terminal import Display, figures, print_dropped, print_figures
+from kvjax.cli.terminal import Display, figures, print_figures
 from kvjax.generation.prompt_checks import check_prompts
 
 _NEW_TOKENS = 128  # default of --max-new
@@ -91,8 +91,6 @@ def run(args: argparse.Namespace) -> None:
     record = {"model": opened.name, **candidate.named(), **figures(result)}
     print_rows(args.json, record, texts, rows, result, max_new, several=several)
     opened.print_double_start(dialogue, prompts)
-    if not args.json:
-        print_dropped(args.method, result.dropped)
 
 
 def print_rows(

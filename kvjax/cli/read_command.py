@@ -15,7 +15,7 @@ from kvjax.cli.inputs import check_text, read_text
 from kvjax.cli.opened import OpenedModel, check_counts
 from kvjax.cli.saved import Saved, absolute_model, check_out
 from kvjax.cli.sizes import Whole
-from kvjax.cli.terminal import Display, print_dropped, print_line, share
+from kvjax.cli.terminal import Display, print_line, share
 from kvjax.compose.walks import walk
 from kvjax.generation.prompt_checks import check_prompts, longest_turn
 from kvjax.messages import brief
@@ -129,7 +129,6 @@ def run(args: argparse.Namespace) -> None:
             f"{args.method} keeps what the document's end looks at, and knows no question: "
             "--method quantize keeps every token", "dim"
         )  # fmt: skip
-    print_dropped(args.method, context.dropped)
 
 
 def _max_questions(

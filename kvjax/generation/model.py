@@ -18,6 +18,9 @@ from kvjax.protocol import AttentionOptions, KVTransform, Phase
 _PARTS = ("layers", "embed_tokens", "head")  # attributes of a model that shows its parts
 _COUNTS = ("num_layers", "query_heads", "kv_heads", "head_dim", "vocab_size")  # required ints
 
+OfLayers = float | tuple[float | None, ...] | None
+"""A number for all layers, or a tuple with one for each; None: the default."""
+
 
 class LanguageModel(Protocol):
     """The signature of a model: an NNX module, or any callable with these attributes.
@@ -157,20 +160,21 @@ class FunctionalModel:
     parts: ModelParts | None = None
     windows: tuple[int | None, ...] = ()
     length_class: Callable[[int], int] | None = None
-    attention_scale: float | tuple[float | None, ...] | None = None
-    attention_soft_cap: float | tuple[float | None, ...] | None = None
+    attention_scale: OfLayers = None
+    attention_soft_cap: OfLayers = None
 
     def attention(self, layer: int) -> AttentionOptions:
         """Returns the options of a layer's attention: scale, window and soft cap."""
-
-        def of_layer(option: Any) -> Any:
-            return option[layer] if isinstance(option, tuple) else option
-
         return AttentionOptions(
-            scale=of_layer(self.attention_scale),
+            scale=of_layer(self.attention_scale, layer),
             window=self.windows[layer] if self.windows else None,
-            soft_cap=of_layer(self.attention_soft_cap),
+            soft_cap=of_layer(self.attention_soft_cap, layer),
         )
+
+
+def of_layer(option: OfLayers, layer: int) -> float | None:
+    """Returns a layer's number: its own of a tuple, or that of all layers."""
+    return option[layer] if isinstance(option, tuple) else option
 
 
 jax.tree_util.register_dataclass(

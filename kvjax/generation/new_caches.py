@@ -20,12 +20,9 @@ from kvjax.compiled_code import compiled
 from kvjax.compose.bind import bind
 from kvjax.compose.wrappers import Heads
 from kvjax.devices import mesh_of
-from kvjax.generation.model import FunctionalModel
+from kvjax.generation.model import FunctionalModel, OfLayers, of_layer
 from kvjax.protocol import AttentionOptions, KVTransform, State
 from kvjax.registry import as_transform
-
-OfLayers = float | tuple[float | None, ...] | None
-"""A number for all layers, or a tuple with one for each; None: the default."""
 
 
 class CacheSize(NamedTuple):
@@ -142,10 +139,6 @@ def init_caches(
     for name, option in (("scale", scale), ("soft_cap", soft_cap)):
         if isinstance(option, tuple) and len(option) != num_layers:
             raise ValueError(f"{name} must have {num_layers} entries, got {len(option)}")
-
-    def of_layer(option: OfLayers, layer: int) -> float | None:
-        return option[layer] if isinstance(option, tuple) else option
-
     return tuple(
         init_cache(
             bound, layer=layer, batch=batch, kv_heads=kv_heads, head_dim=head_dim,

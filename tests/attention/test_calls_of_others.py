@@ -1,4 +1,4 @@
-"""What models and loops of others bring along: layouts, masks, phases by length, all layers."""
+"""Tests of what others bring along: layouts, masks, phases by length, caches of all layers."""
 
 from __future__ import annotations
 

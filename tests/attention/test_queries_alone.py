@@ -51,7 +51,7 @@ def test_a_token_that_is_there_is_not_added_again(name):
 
 @pytest.mark.parametrize("name", names(filter(selects, COVERING), "clusterkv"))
 def test_methods_that_select_choose_among_what_is_there(name):
-    """Where they may select everything, it is everything."""
+    """They select everything where they may."""
     tx = COVERING[name]
     _, cache = prompt(tx, new_cache(tx), tokens(), right([0, 0, 0], LENGTHS, WIDTH))
     out, after = alone(tx, cache, last_tokens())
@@ -61,7 +61,7 @@ def test_methods_that_select_choose_among_what_is_there(name):
 
 @pytest.mark.parametrize("name", names(CASES, "full", "h2o", "clusterkv", "head_groups"))
 def test_a_layer_that_shares_keys_attends_to_the_whole_prompt(name):
-    """Its queries change nothing of what the method decides when the prompt ends."""
+    """The method decides at the prompt's end as if there were no such queries."""
     tx, where = CASES[name], right([0, 0, 0], LENGTHS, WIDTH)
     expected_out, reading = prompt(tx, new_cache(tx), tokens(), where, last=False)
     out, same = alone(tx, reading, where, phase="prompt", last=False)

@@ -233,7 +233,7 @@ def write_lines(path: Path, rows: list[dict]) -> None:
 
 @pytest.mark.slow
 def test_the_command_on_wikitext(tmp_path, data_dir):
-    """What the harness reports of local tasks is what the model class computes."""
+    """The harness reports of local tasks what the model class computes."""
     text = (data_dir / "text" / "wikitext2.test.txt").read_text(encoding="utf-8")
     pieces = [text[start : start + 300] for start in (1000, 9000)]
     choices = [{"context": text[start : start + 400], "right": 0,
