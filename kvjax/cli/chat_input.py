@@ -40,9 +40,10 @@ class Interrupts:
         """Handles a press; takes the arguments of a signal's handler."""
         self._count += 1
         if self._count == 2:
+            # Before the line is shown: a third press that answers it at once must not be lost.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             with contextlib.suppress(OSError):  # `print` fails in a handler that interrupts `print`
                 os.write(2, f"\n{LEAVING}\n".encode())
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # for the third press
 
 
 @contextlib.contextmanager

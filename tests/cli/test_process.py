@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvjax.cli import arguments, generate_command
-from kvjax.cli.chat_input import LEAVING, Interrupts, lines
+from kvjax.cli.chat_input import LEAVING, Interrupts, interrupts_counted, lines
 from kvjax.cli.main import main
 from tests.cli.commands import one_line, output
 
@@ -152,16 +152,18 @@ class Terminal:
         """What is shown from the last call on until the text has come."""
         end = time.monotonic() + seconds
         while text not in self._shown:
-            ready, _, _ = select.select([self._ours], [], [], max(0, end - time.monotonic()))
-            assert ready, f"{text!r} has not come: {self._shown!r}"
+            assert self._ready(end), f"{text!r} has not come: {self._shown!r}"
             self._shown += self._read()
         before, found, self._shown = self._shown.partition(text)
         return before + found
 
     def end(self, seconds: float = 120) -> tuple[int, str]:
         """The exit code, and what is shown from the last call on."""
-        shown = self._shown
-        while piece := self._read():
+        shown, end = self._shown, time.monotonic() + seconds
+        while True:
+            assert self._ready(end), f"it has not ended: {shown!r}"
+            if not (piece := self._read()):
+                break
             shown += piece
         code = self.process.wait(seconds)
         os.close(self._ours)
@@ -173,6 +175,10 @@ class Terminal:
         if self._ours >= 0:
             self.process.kill()
             self.end()
+
+    def _ready(self, end: float) -> bool:
+        """Whether something is shown, or the process ends, before a time."""
+        return bool(select.select([self._ours], [], [], max(0, end - time.monotonic()))[0])
 
     def _read(self) -> str:
         try:
@@ -326,6 +332,20 @@ def test_no_interrupt_leaves_unannounced(terminal):
     shell.wait_for(LEAVING)
     shell.type("\x03")
     assert shell.end()[0] == -signal.SIGINT
+
+
+def test_a_press_that_answers_the_announcement_ends_the_process(monkeypatch):
+    """However soon it comes: a handler that ran once more would lose it."""
+    handlers = []
+    monkeypatch.setattr(os, "write", lambda *_: handlers.append(signal.getsignal(signal.SIGINT)))
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with interrupts_counted() as interrupts:
+            interrupts.press()
+            interrupts.press()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert handlers == [signal.SIG_DFL]
 
 
 @posix
