@@ -1,12 +1,12 @@
 """RULER's tasks where part of a document is kept and the question comes after it.
 
-    python benchmarks/kept_ruler.py --model FILE --text essays.txt --sample wikitext2.valid.txt \\
-        --out benchmarks/results/kept_ruler_qwen.json
+    python benchmarks/kept_ruler.py --model FILE --text essays.txt --data dev-v2.0.json \\
+        --sample wikitext2.valid.txt --out benchmarks/results/kept_ruler_qwen.json
 
 One row a method, as kvpress shows RULER: for each share of the tokens, the mean over the tasks, in
 per cent. `tasks` has each task's mean. Answers come from the slots of the full cache, of which a
 composition keeps some (`kept_documents.py`), and all shares of a method answer as rows of one call.
-RULER's two tasks of questions about articles are not among those that kvjax makes.
+HotpotQA's articles, RULER's thirteenth task, are not at hand.
 
 Rows go into `--cells`, a case and a method at a time, and a run that was stopped goes on.
 """
@@ -22,7 +22,7 @@ from common import Rows, save
 from kept_documents import ReadDocument, method_of, together
 
 import kvjax
-from kvjax.evaluation.tasks import RULER_TASKS, Case, Frame, ruler
+from kvjax.evaluation.tasks import RULER_QA, RULER_TASKS, Case, Frame, ruler
 from kvjax.generation.calibration import sample_of
 from kvjax.generation.model import as_functional
 from kvjax.models import from_pretrained, load_tokenizer
@@ -35,6 +35,7 @@ METHODS = {
     "kvzip": "by_head(kvzip(budget={}))",
 }
 FULL = "full"
+TASKS = (*RULER_TASKS, RULER_QA)
 
 
 class Measure:
@@ -82,6 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="folder or GGUF file of the model")
     parser.add_argument("--text", required=True, help="what needles are hidden in")
+    parser.add_argument("--data", required=True, help="file of questions in SQuAD's format")
     parser.add_argument("--sample", required=True, help="text from which the profile is made")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a prompt")
     parser.add_argument("--cases", type=int, default=2, help="of each task")
@@ -93,9 +95,9 @@ def main() -> None:
     tasks = [
         ruler(
             name, measure.tokenizer, Path(args.text).read_text(), length=args.length,
-            cases=args.cases, seed=0, frame=frame,
+            cases=args.cases, seed=0, frame=frame, data=args.data,
         )
-        for name in RULER_TASKS
+        for name in TASKS
     ]  # fmt: skip
     about = {
         "benchmark": "kept_ruler", "model": Path(args.model).name, "tokens": args.length,
@@ -121,7 +123,7 @@ def means(rows: Sequence[dict]) -> list[dict]:
             task: np.mean(
                 [row["scores"] for row in rows if (row["method"], row["task"]) == (method, task)], 0
             )
-            for task in RULER_TASKS
+            for task in TASKS
         }
         of_tasks = {task: (100 * score).round(1).tolist() for task, score in tasks.items()}
         mean = (100 * np.mean(list(tasks.values()), 0)).round(1).tolist()

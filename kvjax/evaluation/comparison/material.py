@@ -15,6 +15,7 @@ from kvjax.evaluation.tasks import (
     DATASETS,
     NATS,
     OWN_TASKS,
+    RULER_QA,
     RULER_TASKS,
     SQUAD,
     Frame,
@@ -55,7 +56,7 @@ class Material:
         self._haystack = Haystack(tokenizer, text)
         self.tokens = self._haystack.filler
         longest = grid.lengths[-1]
-        if len(self.tokens) < longest and not set(grid.tasks) <= {*DATASETS, SQUAD}:
+        if len(self.tokens) < longest and not set(grid.tasks) <= {*DATASETS, RULER_QA, SQUAD}:
             raise ValueError(
                 f"the text must have at least {longest} tokens for the longest prompts, "
                 f"got {len(self.tokens)}"
@@ -73,11 +74,14 @@ class Material:
         size = {"length": length, "cases": grid.cases}
         if name in OWN_TASKS:
             return retrieval(name, self._haystack, depths=grid.depths, seed=grid.seed, **size)
-        if name in (*RULER_TASKS, SQUAD):
+        if name in (*RULER_TASKS, RULER_QA, SQUAD):
             frame = Frame.of(self.tokenizer, chat=bool(grid.chat))
             if name == SQUAD:
                 return squad(self.tokenizer, data=self._data, frame=frame, **size)
-            return ruler(name, self.tokenizer, self._text, seed=grid.seed, frame=frame, **size)
+            return ruler(
+                name, self.tokenizer, self._text, seed=grid.seed, frame=frame, data=self._data,
+                **size,
+            )  # fmt: skip
         return dataset(name, self.tokenizer, data=self._data, chat=grid.chat, **size)
 
     def check(self, model: Sized) -> None:

@@ -2,11 +2,11 @@
 
 from .datasets import DATASETS, dataset
 from .retrieval import OWN_TASKS, Haystack, is_right, retrieval
-from .ruler.ruler import RULER_TASKS, ruler
+from .ruler.ruler import RULER_QA, RULER_TASKS, ruler
 from .squad import SQUAD, squad
 from .task import NATS, Case, Frame, Task
 
-ANSWERS = (*OWN_TASKS, *RULER_TASKS, *DATASETS, SQUAD)
+ANSWERS = (*OWN_TASKS, *RULER_TASKS, RULER_QA, *DATASETS, SQUAD)
 """Names of the tasks that ask questions."""
 
 MEASURES = ("perplexity", "attention")
@@ -19,6 +19,7 @@ __all__ = [
     "MEASURES",
     "NATS",
     "OWN_TASKS",
+    "RULER_QA",
     "RULER_TASKS",
     "SQUAD",
     "Case",

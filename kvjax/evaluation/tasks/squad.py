@@ -106,7 +106,7 @@ def squad(
     """
     for name, count in (("length", length), ("cases", cases), ("questions", questions)):
         check_count(name, count, 1)
-    path, articles = _articles(data)
+    path, articles = read_articles(data)
     encoder, passages = Encoder(tokenizer), []
     before = [*frame.before, *encoder.first(_OPENING)]
     for article in articles:
@@ -194,10 +194,15 @@ def _cases(
         )  # fmt: skip
 
 
-def _articles(data: str | Path | None) -> tuple[Path, list[list[dict[str, Any]]]]:
-    """Reads the paragraphs of each article, and checks what is used of them."""
+def read_articles(data: str | Path | None) -> tuple[Path, list[list[dict[str, Any]]]]:
+    """Reads the paragraphs of each article, and checks what is used of them.
+
+    Raises:
+      ValueError: there is no data, or it is not in SQuAD's format.
+      OSError: the file cannot be read.
+    """
     if data is None:
-        raise ValueError(f"{SQUAD} needs data: a file in the format of SQuAD, or its folder")
+        raise ValueError("questions of SQuAD need data: a file in its format, or its folder")
     path = Path(data)
     if path.is_dir():
         files = [path / name for name in _FILES if (path / name).exists()]

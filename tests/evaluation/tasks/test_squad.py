@@ -127,7 +127,7 @@ def test_what_is_no_file_of_squad(content, message, tmp_path):
 
 
 def test_what_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="squad needs data: a file in the format of SQuAD"):
+    with pytest.raises(ValueError, match="questions of SQuAD need data: a file in its format"):
         cases_of(None, cases=1)
     path = write(tmp_path / "a.json", {"paragraphs": [paragraph("Ham")]})
     with pytest.raises(ValueError, match=r"a prompt of 40 tokens is too short for every paragraph"):
