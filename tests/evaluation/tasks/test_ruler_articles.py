@@ -35,9 +35,7 @@ def test_the_paragraph_is_whole_and_others_are_around_it(data):
         documents = re.split(r"\n\nDocument (\d+):\n", text)
         numbers, texts = documents[1::2], documents[2::2]
         assert [int(number) for number in numbers] == list(range(1, len(texts) + 1))
-        right = (
-            f"In {name} stands a grey heron all day long, and it waits for the boats to come in."
-        )
+        right = paragraph(name)["context"]
         before.add(texts.index(right) / len(texts))
         assert texts.count(right) == 1 and len(set(texts)) == len(texts), "no paragraph comes twice"
         ours = sum(f"In {name.split()[0]} " in each for each in texts)

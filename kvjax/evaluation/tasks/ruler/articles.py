@@ -49,9 +49,8 @@ def article_questions(
     number, right, question = asked[int(rng.integers(len(asked)))]
     seen, others = {right}, []
     for article in (articles[number], *(articles[i] for i in rng.permutation(len(articles)))):
-        new = list(
-            dict.fromkeys(each["context"] for each in article if each["context"] not in seen)
-        )
+        texts = dict.fromkeys(paragraph["context"] for paragraph in article)
+        new = [text for text in texts if text not in seen]
         seen.update(new)
         others += [new[i] for i in rng.permutation(len(new))]
     return Prompt(
