@@ -41,6 +41,8 @@ def run(args: argparse.Namespace) -> None:
     check_counts(args, "max_new")
     check_sampling(args)
     saved = Saved.of(args.folder)
+    if saved.unfinished is not None:
+        print_line(saved.unfinished.line(args.folder), "dim")
     texts = [check_text(text, f"question {n}") for n, text in enumerate(args.questions, 1)]
     several = len(texts) > 1
     with Display(not args.json) as display:

@@ -156,6 +156,8 @@ class Chat:
         self._reset()
         if folder is not None:
             print_line(f"{folder}: {self._bytes()}", "dim")
+            if self._state.unfinished is not None:
+                print_line(self._state.unfinished.line(folder), "dim")
 
     def obey(self, command: str, argument: str) -> None:
         """Carries out a command; `argument` is the text after it.
@@ -213,7 +215,7 @@ class Chat:
         self._context = result.context
         ended_by = tuple(end for end in result.ended_by if end is not None)
         turns = dataclasses.replace(settings, ended_by=ended_by)
-        self._state = dataclasses.replace(self._state, conversation=turns)
+        self._state = dataclasses.replace(self._state, conversation=turns, unfinished=None)
         if begins:
             self._opened.print_double_start(self._dialogue, [prompt])
         if is_cut(row, result, 0, max_new):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.filesize import decimal
 
@@ -13,7 +15,7 @@ import kvjax
 from kvjax.cli import options
 from kvjax.cli.inputs import check_text, read_text
 from kvjax.cli.opened import OpenedModel, check_counts
-from kvjax.cli.saved import Saved, absolute_model, check_out
+from kvjax.cli.saved import Saved, Unfinished, absolute_model, check_out
 from kvjax.cli.sizes import Whole
 from kvjax.cli.terminal import Display, print_line, share
 from kvjax.compose.walks import walk
@@ -27,8 +29,9 @@ _MAX_QUESTIONS = 256  # tokens of a question, where the method has room for them
 
 DESCRIPTION = """\
 Reads a document into a compressed cache and saves that in a folder, for
-kvjax ask and kvjax chat. What an earlier kvjax read wrote there is replaced,
-finished or not.
+kvjax ask and kvjax chat. What an earlier kvjax read wrote there is replaced.
+--piece reads and compresses so many tokens at a time, and saves what has been
+read: the same command, given again after Ctrl-C, goes on from there.
 By default every token stays, in 8 bits. --bytes says how small the document has
 to be: 0.06 keeps about a quarter of the tokens, keys in 4 bits and values in 2, by
 what the document itself looks at, which on two small models answers questions about
@@ -41,6 +44,7 @@ EXAMPLES = """\
 examples:
   kvjax read book.txt --out book --model DIR
   kvjax read book.txt --out book --model DIR --bytes 0.06
+  kvjax read book.txt --out book --model DIR --piece 2048
   kvjax read book.txt --out book --model DIR
       --method 'by_head(chain(kvzip, quantize))' --budget 0.2
   kvjax ask book 'Who is Ishmael?' 'What is the name of the ship?'
@@ -63,11 +67,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "method has room for fewer)")  # fmt: skip
     parser.add_argument("--max-new", metavar="N", type=int, default=128,
         help="room for the tokens of an answer (default: 128)")  # fmt: skip
+    parser.add_argument("--piece", metavar="TOKENS", type=int,
+        help="read and compress so many tokens at a time, such as 2048, which bounds the memory "
+        "(default: all at once)")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> None:
     """Runs `kvjax read`: saves a document's compressed cache in a folder."""
-    check_counts(args, "max_questions", "max_new")
+    check_counts(args, "max_questions", "max_new", "piece")
     out = Path(args.out)
     check_out(out)
     if args.bytes is not None and (args.method != _METHOD or args.budget is not None):
@@ -87,25 +94,44 @@ def run(args: argparse.Namespace) -> None:
         check_prompts(opened.config, [document], opened.bind(transform), room)
         model = opened.load(args)
         sizes = {"max_prompt": len(document) + max_questions, "max_new": args.max_new}
-        transform = opened.calibrated(transform, model, document)
+        about = Saved(
+            model=absolute_model(args.model), document=args.document, **candidate.named(),
+            raw=not dialogue.templated,
+        )  # fmt: skip
+        so_far = _so_far(about, args, document, sizes, model, opened)
+        if so_far is None:
+            transform = opened.calibrated(transform, model, document)
+        else:
+            transform = so_far.transform
+            display.line(f"{out}: goes on behind {int(so_far.length[0]):,} tokens")
         # Before the document is read, which may take minutes.
         whole = Whole.instead_of_context(model, transform, **sizes)
         if whole is not None and not args.json:
             display.line(whole.line(args.method))
+
+        def save(context: kvjax.Context) -> None:
+            read = int(context.length[0])
+            unfinished = Unfinished.of(document, args.piece, read) if read < len(document) else None
+            about_it = dataclasses.replace(about, unfinished=unfinished).about()
+            kvjax.save_context(
+                out, context, model=model, tokenizer=opened.tokenizer, about=about_it
+            )
+
         # A document is as long as it is: padding it would be room that nobody has asked for.
+        new = {"transform": transform, **sizes, "buckets": [len(document)]}
+        pieces = {"piece": args.piece, "on_piece": save, "context": so_far}
         context = kvjax.read(
-            model, [document], transform=transform, **sizes, buckets=[len(document)],
+            model, [document], **(new if so_far is None else {}), **(pieces if args.piece else {}),
             document=opened.tokenizer, on_compile=display.compiling,
-            on_layer=display.reading(model.num_layers, len(document)),
+            on_layer=display.reading(
+                model.num_layers, len(document), args.piece,
+                0 if so_far is None else int(so_far.length[0]),
+            ),
         )  # fmt: skip
         display.show(0, None, f"writing {out}")
-        about = Saved(
-            model=absolute_model(args.model), document=args.document, **candidate.named(),
-            raw=not dialogue.templated,
-        ).about()  # fmt: skip
-        kvjax.save_context(out, context, model=model, tokenizer=opened.tokenizer, about=about)
+        save(context)
     record = {
-        **about, "model": opened.name, "out": args.out, "prompt_tokens": len(document),
+        **about.about(), "model": opened.name, "out": args.out, "prompt_tokens": len(document),
         "max_questions": max_questions, "max_new": args.max_new,
         "cache_bytes": context.nbytes, "awake_bytes": context.awake_nbytes,
         "full_cache_bytes": context.full_nbytes,
@@ -129,6 +155,31 @@ def run(args: argparse.Namespace) -> None:
             f"{args.method} keeps what the document's end looks at, and knows no question: "
             "--method quantize keeps every token", "dim"
         )  # fmt: skip
+
+
+def _so_far(
+    about: Saved,
+    args: argparse.Namespace,
+    document: Sequence[int],
+    sizes: dict[str, int],
+    model: Any,
+    opened: OpenedModel,
+) -> kvjax.Context | None:
+    """Returns what an earlier command of this kind has read of the document; None: nothing."""
+    if args.piece is None:
+        return None
+    try:
+        saved = Saved.of(args.out)
+    except (ValueError, OSError):  # there is none
+        return None
+    if saved.unfinished is None:
+        return None
+    whole = Unfinished.of(document, args.piece, saved.unfinished.read)
+    if saved != dataclasses.replace(about, unfinished=whole):
+        return None
+    context = kvjax.load_context(args.out, model, tokenizer=opened.tokenizer)
+    made_for = {"max_prompt": context.max_prompt, "max_new": context.max_new}
+    return context if made_for == sizes else None
 
 
 def _max_questions(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 import kvjax
 from kvjax.cli.templates import Dialogue
@@ -42,6 +45,35 @@ class Conversation:
         return cls(**{**record, "ended_by": ended_by, "sampling": sampling})
 
 
+class Unfinished(NamedTuple):
+    """How far a document has been read that is read in pieces.
+
+    Args:
+      read: tokens that have been read.
+      tokens: of the whole document.
+      piece: tokens of a piece.
+      digest: SHA-256 of the whole document's token ids.
+    """
+
+    read: int
+    tokens: int
+    piece: int
+    digest: str
+
+    @classmethod
+    def of(cls, document: Sequence[int], piece: int, read: int = 0) -> Unfinished:
+        """Describes a document of which some tokens have been read."""
+        digest = hashlib.sha256(np.asarray(document, "<i8").tobytes()).hexdigest()
+        return cls(read, len(document), piece, digest)
+
+    def line(self, folder: str) -> str:
+        """Returns the line that says how far the document has been read."""
+        return (
+            f"{folder} holds the first {self.read:,} of {self.tokens:,} tokens: its kvjax read, "
+            "given again, goes on from there"
+        )
+
+
 @dataclass(frozen=True)
 class Saved:
     """A description of a context that a command has saved.
@@ -52,6 +84,7 @@ class Saved:
       method, budget: of the compression, as they were given.
       raw: whether texts are fed as they are, without the model's chat template.
       conversation: None: no question about the document has been answered yet.
+      unfinished: how far the document has been read; None: all of it.
     """
 
     model: str | None
@@ -60,6 +93,7 @@ class Saved:
     budget: int | float | None
     raw: bool
     conversation: Conversation | None = None
+    unfinished: Unfinished | None = None
 
     @classmethod
     def of(cls, folder: str) -> Saved:
@@ -69,7 +103,7 @@ class Saved:
           ValueError: the folder holds no context, or none of `kvjax read` and `kvjax chat`.
         """
         about = context_about(folder)
-        names = [field.name for field in dataclasses.fields(cls)][:-1]
+        names = [field.name for field in dataclasses.fields(cls)][:-2]
         if missing := set(names) - about.keys():
             raise ValueError(
                 f"{folder} was not written by kvjax read or kvjax chat: it does not say its "
@@ -78,16 +112,21 @@ class Saved:
         record = about.get("conversation")
         try:
             conversation = None if record is None else Conversation.of(record)
+            so_far = about.get("unfinished")
+            unfinished = None if so_far is None else Unfinished(**so_far)
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"the conversation in {folder} is damaged: {error}") from error
-        return cls(**{name: about[name] for name in names}, conversation=conversation)
+            raise ValueError(f"what {folder} says of itself is damaged: {error}") from error
+        so_named = {name: about[name] for name in names}
+        return cls(**so_named, conversation=conversation, unfinished=unfinished)
 
     def about(self) -> dict[str, Any]:
         """Returns what `save_context` takes as `about`."""
         record = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        conversation = record.pop("conversation")
+        conversation, unfinished = record.pop("conversation"), record.pop("unfinished")
         if conversation is not None:
             record["conversation"] = conversation.as_json()
+        if unfinished is not None:
+            record["unfinished"] = unfinished._asdict()
         return record
 
     def model_name(self, given: str | None, folder: str) -> str | None:

@@ -83,12 +83,26 @@ class Display(progress.Progress):
         else:
             self.show(0, None, line)
 
-    def reading(self, layers: int, tokens: int) -> Callable[[int], None] | None:
-        """Returns an `on_layer` for `kvjax.generate`; None if nothing is shown."""
+    def reading(
+        self, layers: int, tokens: int, piece: int | None = None, read: int = 0
+    ) -> Callable[[int], None] | None:
+        """Returns an `on_layer` for `kvjax.generate` and `read`; None if nothing is shown.
+
+        Args:
+          layers: of the model.
+          tokens: of the prompt.
+          piece: tokens that are read at a time; None: all of them.
+          read: tokens that have been read before.
+        """
+        steps, pieces = itertools.count(1), -(-(tokens - read) // (piece or tokens))
 
         def show(layer: int) -> None:
+            step = next(steps)
+            begun = read + ((step - 1) // layers) * (piece or 0)
             work = f"reading {tokens:,} tokens: layer {layer + 1} of {layers}"
-            self.show(layer + 1, layers, work)
+            if piece:
+                work += f" for those from {begun:,} on"
+            self.show(step, layers * pieces, work)
 
         return None if self.disable else show
 

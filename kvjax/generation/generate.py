@@ -20,6 +20,7 @@ from kvjax.generation.documents import Document
 from kvjax.generation.fingerprints import Fingerprint
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.new_caches import CacheSize
+from kvjax.generation.pieces import OnPiece, check_pieces, check_pieces_so_far, read_in_pieces
 from kvjax.generation.prompt_checks import Rows, as_rows, bucket, check_prompts
 from kvjax.generation.sampling import Sampling, sampling_apart
 from kvjax.generation.turns import Start, first_turn
@@ -41,23 +42,41 @@ def read(
     on_layer: Callable[[int], None] | None = None,
     on_compile: Callable[[str], None] | None = None,
     document: Document | None = None,
+    piece: int | None = None,
+    on_piece: OnPiece | None = None,
+    context: Context | None = None,
 ) -> Context:
     """Reads prompts into caches that `transform` compresses, for `generate` to go on from.
 
     The context is at rest: it holds what it keeps. `generate` adds the room for questions and
     answers to its own copy.
 
+    Pieces. By default a prompt is compressed when all of it has been read. With `piece`, so many
+    tokens are read and compressed before the next ones are read, which see what is kept of those
+    before them. Memory then holds one piece, and what is kept. A method treats each piece as a
+    further prompt; those that compress documents (`KVzip`, `OwnQueries`) as a further document. A
+    budget that is a number of slots is for all pieces: what is kept of earlier ones is compressed
+    again, as each method documents.
+
     Args:
       model, prompts, transform, dtype, buckets, on_layer, on_compile, document: as in `generate`.
+        With `piece`, `on_layer` is called for each piece, and the last piece is padded to a whole
+        one.
       max_prompt: most tokens of a row that are read, in this and all further turns. By default
         the padded length of this prompt, which leaves next to no room for questions.
       max_new: most tokens of a row that the model writes, all turns together.
       max_length: length of text by which a model decides what depends on it (LongRoPE, dynamic
         NTK), once for this context and all that go on from it. The default is `max_new` plus
         `max_prompt`, or plus the longest prompt if no `max_prompt` is given. It is no limit.
+      piece: tokens of a piece; None: the whole prompt is one.
+      on_piece: called with the context behind each piece but the last one. It is awake, and the
+        next piece takes its memory: what is to be kept of it is saved, or copied by `at_rest`.
+      context: what `on_piece` was called with when these prompts were read before: reading goes on
+        behind the tokens that it has. It stays as it is. It has its own transform and sizes.
 
     Raises:
-      TypeError, ValueError: as `generate`, and for a `max_prompt` below the longest prompt.
+      TypeError, ValueError: as `generate`, for a `max_prompt` below the longest prompt, and for a
+        context that has read other prompts or more than these.
       RuntimeError: as `kvjax.check_dropped`.
 
     Example:
@@ -72,11 +91,34 @@ def read(
       (2, [3], [9, 8])
     """
     compiler = Compiler(on_compile, on_layer)
-    context = read_awake(
-        model, prompts, transform=transform, max_prompt=max_prompt, max_new=max_new,
-        max_length=max_length, dtype=dtype, buckets=buckets, document=document, compiler=compiler,
-    )  # fmt: skip
-    return context.at_rest(donate=True, compiler=compiler)
+    whole: dict[str, Any] = {
+        "transform": transform, "max_prompt": max_prompt, "max_length": max_length, "dtype": dtype,
+        "buckets": buckets,
+    }  # fmt: skip
+    if piece is None:
+        for name, value in (("on_piece", on_piece), ("context", context)):
+            if value is not None:
+                raise ValueError(f"{name} is for prompts that are read in pieces: give piece too")
+        awake = read_awake(
+            model, prompts, **whole, max_new=max_new, document=document, compiler=compiler
+        )
+        return awake.at_rest(donate=True, compiler=compiler)
+    check_count("piece", piece, 1)
+    functional, prompts = as_functional(model), as_rows(prompts)
+    document = True if document is None else document
+    if context is None:
+        start = _start_of(functional, prompts, max_new=max_new, **whole)
+    else:
+        for name, value in whole.items():
+            if value is not None:
+                raise ValueError(f"a context has its own {name}, got {name}= as well")
+        check_pieces_so_far(functional, context, prompts)
+        start = context.awake(compiler=compiler)
+        start = start.copy() if start is context else start
+    check_pieces(functional, prompts, start, piece, document)
+    awake = read_in_pieces(functional, prompts, start, piece, compiler, document, on_piece)
+    check_dropped(awake.held)
+    return awake.at_rest(donate=True, compiler=compiler)
 
 
 @automatic()
@@ -104,17 +146,33 @@ def read_awake(
       compiler: compiles; None: nobody is told.
     """
     functional, prompts = as_functional(model), as_rows(prompts)
-    transform = Full() if transform is None else as_transform(transform, "read")
-    transform = with_named(transform, functional)
-    widths, size = size_to_read(
-        functional, prompts, [transform], max_prompt, max_new, max_length, dtype, buckets
+    start = _start_of(
+        functional, prompts, transform, max_prompt, max_new, max_length, dtype, buckets
     )
-    layers = bind(transform, functional.num_layers, functional.windows, size.max_tokens)
-    start = Start(transform, layers, size, widths)
     context = first_turn(functional, prompts, start, compiler or Compiler(), document)
     check_dropped(context.held)
     # A kept context needs a fingerprint, so that a later call can refuse another model.
     return dataclasses.replace(context, fingerprint=Fingerprint.of(functional))
+
+
+def _start_of(
+    model: FunctionalModel,
+    prompts: Sequence[Sequence[int]],
+    transform: KVTransform | str | None,
+    max_prompt: int | None,
+    max_new: int,
+    max_length: int | None,
+    dtype: DTypeLike | None,
+    buckets: Sequence[int] | None,
+) -> Start:
+    """Returns what `read` makes new caches for; raises what it raises for these arguments."""
+    transform = Full() if transform is None else as_transform(transform, "read")
+    transform = with_named(transform, model)
+    widths, size = size_to_read(
+        model, prompts, [transform], max_prompt, max_new, max_length, dtype, buckets
+    )
+    layers = bind(transform, model.num_layers, model.windows, size.max_tokens)
+    return Start(transform, layers, size, widths)
 
 
 def size_to_read(

@@ -193,8 +193,9 @@ def _read_by_layer(
             reads, joined, all_heads = (states_or_cache, rows), None, None
             if observer is not None:
                 how, reads = how._replace(transform=observer, last=False), (NO_STATES, None)
-                if is_new:  # nothing is written after the prompt
-                    how = how._replace(size=size._replace(max_new=0))
+                if is_new:  # it holds these tokens, and nothing is written after them
+                    most = size.max_prompt if observer.needs.query_share else group.tokens.shape[1]
+                    how = how._replace(size=size._replace(max_prompt=most, max_new=0))
                     all_heads = states_or_cache.all_heads
                     states_or_cache = states_or_cache._replace(all_heads=None)
                 else:

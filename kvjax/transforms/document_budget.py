@@ -82,11 +82,12 @@ class DocumentBudget(PromptBudget):
 
     tokens, where D is the number of tokens of all documents so far, this one included, and K the
     number that the head holds of earlier documents. With a share f, `B(D) = min(D, max(⌊f·D⌋, sinks
-    + window + 1))` and `b(T) = max(⌊f·T⌋, window + 1)`; with a number, `B(D) = budget` and `b(T) =
-    window + 1`. What was kept before stays, unless K + n is more than `B(max_prompt)`, the slots
-    that there are for documents: then the tokens of earlier documents with the lowest scores go,
-    each score taken relative to the highest one of its document, in steps of 1/16 of a factor of
-    two. Sinks and windows are the last to go.
+    + window + 1))` and `b(T) = max(⌊f·T⌋, window + 1)`; with a number, `B(D) = budget` and
+    `b(T) = max(⌊(budget − sinks)·T / D⌋, window + 1)`. What was kept before stays, unless K + n is
+    more than `B(max_prompt)`, the slots that there are for documents: then the tokens of earlier
+    documents with the lowest scores go, each score taken relative to the highest one of its
+    document, in steps of 1/16 of a factor of two. Sinks and windows are the last to go. A document
+    that is read in pieces (`kvjax.read(piece=)`) is as many documents.
 
     Other prompts, such as questions, stay whole beside the documents, and so do answers. They have
     `room` slots between turns; if there are more of them, the oldest go. `kvjax.generate` refuses a
@@ -94,8 +95,8 @@ class DocumentBudget(PromptBudget):
 
     Args:
       budget: slots kept of documents per KV head, sinks and window included. A float is a share of
-        the tokens of all documents so far. An int is for all documents of a context together:
-        those that come later get what earlier ones have left, and `window + 1` at least.
+        the tokens of all documents so far. An int is for all documents of a context together, and
+        each has a part of it by its tokens: those that come later take theirs from earlier ones.
       sinks: tokens at positions 0 … sinks − 1 that always stay; 4.
       window: newest tokens of each document that always stay; 0.
       room: slots for questions and answers of earlier turns; 256.
@@ -155,7 +156,7 @@ class DocumentBudget(PromptBudget):
         tokens = cache.length - step.length_before  # T
         total = state.tokens + tokens  # D
         slots = self._slots(total, cache, state.table) - before.sum(-1)
-        slots = jnp.maximum(slots, self._least(tokens, cache, state.table))
+        slots = jnp.maximum(slots, self._least(tokens, total, cache, state.table))
         slots = jnp.minimum(slots, new.sum(-1))
         most = self._slots(jnp.full_like(tokens, cache.max_prompt), cache, state.table)
         importance = mark.astype(jnp.float32)
@@ -184,12 +185,17 @@ class DocumentBudget(PromptBudget):
         return slots.reshape(tokens.shape[0], -1)
 
     def _least(
-        self, tokens: Int[Array, " B"], cache: KVCache, table: Table
+        self, tokens: Int[Array, " B"], total: Int[Array, " B"], cache: KVCache, table: Table
     ) -> Int[Array, "B H"] | Int[Array, "B 1"]:
-        """Returns b of the docstring: the fewest slots of one document of so many tokens."""
+        """Returns b of the docstring: the fewest slots of one document of so many tokens.
+
+        Args:
+          total: tokens of all documents.
+        """
         budget, least = self.budget, self.window + 1
         if isinstance(budget, int | np.integer):
-            return jnp.full((tokens.shape[0], 1), least)
+            part = _part_of(int(budget) - self.sinks, tokens, total)
+            return jnp.maximum(part, least)[:, None]
         if isinstance(budget, HeadShares):
             budget = dataclasses.replace(budget, minimum=least)
         slots = rows_budget(budget, tokens, cache.max_prompt, least, table)
@@ -199,6 +205,16 @@ class DocumentBudget(PromptBudget):
         """Returns the newest `room` of the tokens that are of no document."""
         room, age = jnp.full(cache.shape[:1], self.room), cache.position.astype(jnp.float32)
         return keep_best(age, others, cache.position, room)
+
+
+def _part_of(slots: int, tokens: Int[Array, " B"], total: Int[Array, " B"]) -> Int[Array, " B"]:
+    """Returns `⌊slots · tokens / total⌋`, whose product may have more than 32 bits."""
+    total = jnp.maximum(total, 1)
+    about = jnp.float32(slots) * tokens.astype(jnp.float32) / total.astype(jnp.float32)
+    part = about.astype(jnp.int32)
+    # The rest of the division is small, so that integers that wrap around have it exactly.
+    rest = jnp.int32(slots) * tokens - part * total
+    return part + (rest >= total).astype(jnp.int32) - (rest < 0).astype(jnp.int32)
 
 
 def document_slots(cache: KVCache, step: Step) -> Bool[Array, "B H S"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import jax
@@ -15,6 +16,7 @@ from kvjax.generation.context_files import context_about
 from kvjax.generation.continuation import TextDecoder, new_text
 from kvjax.models import demo, from_pretrained, load_tokenizer
 from tests.cli.commands import error, output
+from tests.support.attending import same_arrays
 
 TEXT = "Once upon a time there was a girl named Lily. She had a red ball and a big dog. " * 4
 
@@ -223,3 +225,53 @@ def test_the_bundled_model_answers_about_a_document(capsys, tmp_path):
     args = ["ask", tmp_path / "out", bundled.question, "--max-new", "8", "--json"]
     (found,) = json.loads(output(capsys, *args))["results"]
     assert found["text"].strip().startswith(bundled.answer)
+
+
+# Pieces
+
+
+def test_pieces_give_one_context_however_often_it_is_stopped(
+    capsys, read, tinystories, document, tmp_path, monkeypatch
+):
+    """Behind any piece: the same command goes on from there, and nothing is lost."""
+    options = "--method", "snapkv", "--budget", "24", "--max-questions", "32", "--piece", "16"
+    record, out = read(*options), tmp_path / "out"
+    tokens = record["prompt_tokens"]
+    whole = kvjax.load_context(out, from_pretrained(tinystories))
+    assert "unfinished" not in context_about(out)
+
+    save, saved = kvjax.save_context, []
+
+    def then_stop(*args, **named):
+        save(*args, **named)
+        saved.append(int(args[1].length[0]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kvjax, "save_context", then_stop)
+    args = "read", document, "--out", out, "--model", tinystories, *options
+    for piece in range(1, tokens // 16 + 2):
+        with contextlib.suppress(KeyboardInterrupt):
+            main([str(arg) for arg in args])
+        assert saved[-1] == min(16 * piece, tokens)
+        if piece == 2:
+            monkeypatch.setattr(kvjax, "save_context", save)
+            assert main(["ask", str(out), "One day"]) == 0
+            assert "out holds the first 32 of" in capsys.readouterr().err
+            monkeypatch.setattr(kvjax, "save_context", then_stop)
+    again = kvjax.load_context(out, from_pretrained(tinystories))
+    same_arrays(whole, again)
+
+
+@pytest.mark.parametrize("changed", [("--budget", "25"), ("--piece", "32"), ("--max-new", "9")])
+def test_another_command_begins_anew(read, document, tmp_path, monkeypatch, changed):
+    options = ["--method", "snapkv", "--budget", "24", "--piece", "16"]
+    save, saved = kvjax.save_context, []
+    with monkeypatch.context() as patch:
+        patch.setattr(kvjax, "save_context", lambda *args, **named: (save(*args, **named), 1 / 0))
+        with pytest.raises(ZeroDivisionError):
+            read(*options)
+    monkeypatch.setattr(
+        kvjax, "save_context", lambda *args, **_: saved.append(int(args[1].length[0]))
+    )
+    read(*options, *changed)
+    assert saved[0] == (32 if "--piece" in changed else 16)

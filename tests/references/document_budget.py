@@ -22,7 +22,7 @@ class DocumentBudget:
 
         a share f:   B(D) = min(D, max(floor(f D), sinks + window + 1)),
                      b(T) = max(floor(f T), window + 1)
-        a number N:  B(D) = N,  b(T) = window + 1
+        a number N:  B(D) = N,  b(T) = max(floor((N - sinks) T / D), window + 1)
 
     If K + n > B(max_prompt), the worst of the earlier documents' tokens go: those with the largest
     floor(16 log2(max score of its document / score)), of which 253 is the most that counts, the
@@ -64,7 +64,10 @@ class DocumentBudget:
         count, least = int(new.sum()), self.window + 1
         self.tokens += count
         if isinstance(self.budget, float):
-            least = max(math.floor(self.budget * count), least)
+            part = math.floor(self.budget * count)
+        else:
+            part = (self.budget - self.sinks) * count // self.tokens
+        least = max(part, least)
         held = len(self.steps_below)
         n = min(count, max(self.slots_of_documents(self.tokens) - held, least))
         ranked = np.where(new, np.where(first, np.inf, score), -np.inf)

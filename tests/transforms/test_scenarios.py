@@ -63,6 +63,11 @@ def a_long_life(both: Pair) -> None:
     both.decode(6, stopped=(0, 1)).decode(5).prompt((9, 30, 0), "left").decode(8)
 
 
+def in_pieces(both: Pair) -> None:
+    """A prompt in pieces: each is compressed before the next one; the first row has the fewest."""
+    both.prompt((9, 16, 16)).prompt((0, 16, 11)).prompt((0, 7, 0), "left").decode(6)
+
+
 def short_prompts_and_none(both: Pair) -> None:
     both.prompt((1, 0, 2)).decode(20)
 
@@ -76,10 +81,11 @@ def no_prompt(both: Pair) -> None:
     [
         pytest.param(
             name, scenario, id=f"{name}-{scenario.__name__}",
-            marks=[pytest.mark.slow] * (scenario is not a_long_life or "share" in name),
+            marks=[pytest.mark.slow]
+            * (scenario not in (a_long_life, in_pieces) or "share" in name),
         )
         for name in PAIRS
-        for scenario in (a_long_life, short_prompts_and_none, no_prompt)
+        for scenario in (a_long_life, in_pieces, short_prompts_and_none, no_prompt)
     ],
 )  # fmt: skip
 def test_scenario(name, scenario):

@@ -1,0 +1,144 @@
+"""Prompts that are read in pieces: as turns, with memory for one piece, and to be gone on with."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.attention.layer import layer_caches
+from kvjax.transforms.document_budget import _part_of
+from tests.generation.test_context import QUESTIONS, TRANSFORMS, generate, read
+from tests.generation.test_generate import CONFIG, RAGGED, compiled, model
+from tests.support.attending import same_arrays
+from tests.support.marks import some_slow
+
+FAST = "snapkv", "kvzip", "clusterkv", "4 bits"
+LONG = [list(range(1, 61)), [9, 2, 7], [*range(40, 10, -1), 5]]  # tokens of each row
+
+
+@pytest.mark.parametrize("name", some_slow(TRANSFORMS, *FAST))
+def test_one_piece_is_the_whole_prompt(name):
+    same_arrays(read(name, piece=64), read(name))
+
+
+@pytest.mark.parametrize("name", some_slow(TRANSFORMS, *FAST))
+def test_reading_goes_on_where_it_stopped(name):
+    """Killed behind any piece, and gone on with from what was saved: bit for bit the same."""
+    saved = []
+    whole = read(name, LONG, piece=16, on_piece=lambda context: saved.append(context.at_rest()))
+    assert [context.length.tolist() for context in saved] == [
+        [16, 3, 16], [32, 3, 31], [48, 3, 31],
+    ]  # fmt: skip
+    assert whole.length.tolist() == [60, 3, 31]
+    for context in saved:
+        before = context.copy()
+        again = kvjax.read(model(), LONG, piece=16, context=context)
+        same_arrays(again, whole)
+        same_arrays(context, before)
+    assert generate(QUESTIONS, again).tokens == generate(QUESTIONS, whole).tokens
+
+
+def test_the_full_cache_does_not_see_pieces():
+    """It keeps all tokens, so that pieces give what the whole prompt gives."""
+    whole, pieces = (generate(QUESTIONS, read("full", LONG, **x)) for x in ({}, {"piece": 16}))
+    assert whole.tokens == pieces.tokens
+    np.testing.assert_allclose(whole.context.logits, pieces.context.logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("transform", "slots"), [("h2o(budget=24)", 24 + 1), ("kvzip(budget=24, room=8)", 24 + 8 + 8)]
+)
+def test_memory_and_programs_are_those_of_one_piece(transform, slots):
+    """Whatever the length of the prompt: the caches are as large, and nothing more is compiled."""
+    sizes = set()
+
+    def noted(context: kvjax.Context) -> None:
+        sizes.update(part.kv.slots for part in layer_caches(context.held))
+
+    def read_all(tokens: int) -> tuple[int, int]:
+        prompt = np.arange(tokens)[None] % CONFIG.vocab_size
+        options = {"max_prompt": 240, "max_new": 8, "piece": 32}
+        kvjax.read(model(), prompt, transform=transform, on_piece=noted, **options)
+        return compiled()
+
+    assert read_all(96) == read_all(200)
+    assert sizes == {slots}
+
+
+def test_a_number_of_slots_is_shared_by_all_pieces():
+    prompt = [[*np.random.default_rng(0).integers(0, CONFIG.vocab_size, 96)]]
+    context = kvjax.read(
+        model(), prompt, transform="kvzip(budget=24, sinks=2)", max_new=8, piece=24
+    )
+    for part in layer_caches(context.caches):
+        for position, mass in zip(part.kv.position[0], part.kv.log_mass[0], strict=True):
+            kept = np.sort(position[mass > -np.inf])
+            counts = np.histogram(kept, [0, 24, 48, 72, 96])[0]
+            assert counts.sum() == 24 and counts.min() >= 3 and {0, 1} <= {*kept.tolist()}
+
+
+@pytest.mark.parametrize("slots", [5, 1_000, 65_521, 2_000_003])
+def test_parts_of_a_budget_are_whole_numbers_without_error(slots):
+    rng = np.random.default_rng(slots)
+    total = rng.integers(1, 2_000_000, 2_000)
+    tokens = (rng.random(2_000) * (total + 1)).astype(np.int64)
+    tokens[:9], total[:9] = total[:9], np.maximum(tokens[:9], total[:9])
+    part = _part_of(slots, *(np.asarray(x, np.int32) for x in (tokens, total)))
+    np.testing.assert_array_equal(part, slots * tokens // total)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"piece": 0}, "piece must be at least 1, got 0"),
+        ({"on_piece": print}, "on_piece is for prompts that are read in pieces: give piece too"),
+        ({"piece": 16, "document": False}, "at most 8 tokens .*KVzip.*, got piece=16"),
+    ],
+)
+def test_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        kvjax.read(model(), LONG, transform="kvzip(budget=24, room=8)", max_new=8, **options)
+
+
+def test_what_the_last_piece_is_refused_for_comes_before_the_first_one():
+    prompt, read = [[3] * 230], []
+    with pytest.raises(ValueError, match="a prompt that is repeated may have"):
+        kvjax.read(
+            model(), prompt, transform="kvzip(budget=24)", max_new=8, piece=32,
+            on_layer=read.append,
+        )  # fmt: skip
+    assert not read
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "said"),
+    [
+        (LONG, {"transform": "h2o"}, "a context has its own transform, got transform= as well"),
+        (LONG, {"piece": None}, "context is for prompts that are read in pieces: give piece too"),
+        (LONG[:2], {}, "prompts must be of the context's 3 rows, got 2"),
+        ([LONG[0][::-1], *LONG[1:]], {}, "the context has begun another prompt in row 0"),
+        ([LONG[0][:8], *LONG[1:]], {}, "it has 16 tokens in row 0, whose prompt has 8"),
+    ],
+)
+def test_contexts_that_have_not_begun_the_prompts_are_refused(prompts, options, said):
+    saved = []
+    read("h2o", LONG, piece=16, on_piece=lambda context: saved.append(context.at_rest()))
+    with pytest.raises(ValueError, match=said):
+        kvjax.read(model(), prompts, **{"piece": 16, "context": saved[0]} | options)
+
+
+def test_it_can_be_interrupted():
+    """What `on_piece` raises ends the reading; the context that it was given can be kept."""
+    saved = []
+
+    def stop(context: kvjax.Context) -> None:
+        saved.append(context.at_rest())
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        read("snapkv", RAGGED, piece=16, on_piece=stop)
+    again = kvjax.read(model(), RAGGED, piece=16, context=saved[0])
+    same_arrays(again, read("snapkv", RAGGED, piece=16))
+    assert all(x.is_deleted() is False for x in jax.tree.leaves(saved[0]))
