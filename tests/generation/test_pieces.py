@@ -59,7 +59,7 @@ def test_memory_and_programs_are_those_of_one_piece(transform, slots):
 
     def read_all(tokens: int) -> tuple[int, int]:
         prompt = np.arange(tokens)[None] % CONFIG.vocab_size
-        options = {"max_prompt": 240, "max_new": 8, "piece": 32}
+        options = {"max_prompt": 256, "max_new": 8, "piece": 32}
         kvjax.read(model(), prompt, transform=transform, on_piece=noted, **options)
         return compiled()
 
