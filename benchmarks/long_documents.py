@@ -1,0 +1,178 @@
+"""Documents that are read in pieces: peak memory, seconds, and needles, beside one reading.
+
+    python benchmarks/long_documents.py memory --model FILE --text essays.txt \\
+        --out benchmarks/results/long_documents_memory_qwen.json
+    python benchmarks/long_documents.py needles --model FILE --text essays.txt \\
+        --sample wikitext2.valid.txt --out benchmarks/results/long_documents_needles_qwen.json
+
+`memory`: a process of its own reads each length by each method, as a whole and in pieces of 2,048
+tokens. `grown` is by how much its greatest resident memory (Linux) is above what it was before,
+when all had been compiled. `seconds` are those of the reading. `layer` is the most temporary memory
+and output that XLA says of a compiled function of a layer. A whole prompt of these lengths is read
+once, so that its figures have compiling in them (`compiled`: false).
+
+`needles`: essays with four needles each, at depths that are spread evenly, all asked for when the
+document has been read and compressed; the share that greedy decoding writes.
+
+Rows go into `--cells`, and a run that was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from common import Rows, save
+
+PIECE = 2048
+MEMORY = {4_000: True, 16_000: True, 32_000: False}  # tokens, and whether the whole is read too
+METHODS = "snapkv(budget=1024)", "own_queries(budget=1024)"
+NEEDLES = 4
+ASKED = (
+    ("full", None), ("by_head(own_queries(budget=0.1))", None),
+    ("by_head(own_queries(budget=0.1))", PIECE), ("own_queries(budget=1024)", PIECE),
+)  # fmt: skip
+ROOM, NEW = 96, 24
+
+
+def worker(args: argparse.Namespace, text: str, tokens: int, piece: int | None) -> None:
+    """Reads a document of so many tokens by one method, and prints JSON."""
+    import jax
+
+    import kvjax
+    from kvjax.evaluation.memory import with_peak
+    from kvjax.generation import prompt_pass
+    from kvjax.models import from_pretrained, load_tokenizer
+
+    model, tokenizer = from_pretrained(args.model, dtype="float32"), load_tokenizer(args.model)
+    document = tokenizer(Path(args.text).read_text()).input_ids[:tokens]
+    layers, read_layer = [], prompt_pass._read_layer
+
+    class Watched:
+        """The compiled function of a layer, and what XLA says of each that is compiled."""
+
+        trace = read_layer.trace
+
+        def lower(self, *args):
+            lowered = read_layer.lower(*args)
+            memory = lowered.compile().memory_analysis()
+            layers.append([memory.temp_size_in_bytes, memory.output_size_in_bytes])
+            return lowered
+
+        def __call__(self, *args):
+            return read_layer(*args)
+
+    prompt_pass._read_layer = Watched()
+
+    def read(document: list[int]) -> tuple[kvjax.Context, float]:
+        start = time.perf_counter()
+        context = kvjax.read(
+            model, [document], transform=text, max_prompt=tokens + ROOM, max_new=NEW,
+            document=tokenizer, piece=piece,
+        )  # fmt: skip
+        jax.block_until_ready(context.held)
+        return context, time.perf_counter() - start
+
+    if piece is not None:
+        read(document[: 2 * piece])  # the programs of the first piece, and of all further ones
+    (context, seconds), grown = with_peak(lambda: read(document))
+    temporary, outputs = max(layers)
+    row = {
+        "grown": grown, "seconds": round(seconds, 1), "cache_bytes": context.nbytes,
+        "layer": {"temporary": temporary, "outputs": outputs}, "compiled": piece is not None,
+    }  # fmt: skip
+    print(json.dumps(row))
+
+
+def memory(args: argparse.Namespace) -> None:
+    """Measures memory and seconds."""
+    rows = Rows(args.cells, {"benchmark": "long_documents_memory", "piece": PIECE, **about(args)})
+    for tokens, as_a_whole in MEMORY.items():
+        for text in METHODS:
+            for piece in (PIECE, None) if as_a_whole else (PIECE,):
+                key = {"method": text, "tokens": tokens, "piece": piece}
+                if rows.has(**key):
+                    continue
+                line = [sys.executable, __file__, "memory", "--model", args.model]
+                line += ["--text", args.text, "--worker", json.dumps([text, tokens, piece])]
+                done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True)
+                rows.add(**key, **json.loads(done.stdout))
+    save(args.out, {**rows.about, "rows": rows.rows})
+
+
+def needles(args: argparse.Namespace) -> None:
+    """Measures the needles that are found."""
+    from kept_answers import haystacks
+
+    import kvjax
+    from kvjax.evaluation import is_right
+    from kvjax.generation.calibration import sample_of
+    from kvjax.generation.model import as_functional
+    from kvjax.models import from_pretrained, load_tokenizer
+
+    model = as_functional(from_pretrained(args.model, dtype="float32"))
+    tokenizer, text = load_tokenizer(args.model), Path(args.text).read_text()
+    sample = sample_of(
+        tokenizer(Path(args.sample).read_text(), add_special_tokens=False).input_ids,
+        model.max_positions,
+    )
+    methods: dict[str, Any] = {}
+    rows = Rows(args.cells, {"benchmark": "long_documents_needles", "piece": PIECE, **about(args)})
+    for length in args.lengths:
+        for document in haystacks(tokenizer, text, length, args.documents, NEEDLES):
+            for name, piece in ASKED:
+                key = {
+                    "method": name, "tokens": length, "piece": piece, "number": document.number,
+                }  # fmt: skip
+                if rows.has(**key):
+                    continue
+                if name not in methods:
+                    methods[name] = kvjax.calibrated(name, model, sample, document=tokenizer)
+                start = time.perf_counter()
+                context = kvjax.read(
+                    model, [document.tokens], transform=methods[name], max_new=NEW,
+                    max_prompt=length + ROOM, buckets=[length], document=tokenizer, piece=piece,
+                )  # fmt: skip
+                seconds = time.perf_counter() - start
+                written = kvjax.generate(
+                    model, document.questions, context=context, max_new_tokens=NEW, end_tokens=(),
+                    buckets=[ROOM],
+                ).tokens  # fmt: skip
+                answers = zip(tokenizer.batch_decode(written), document.answers, strict=True)
+                right = [float(is_right(text, value)) for text, (_, value) in answers]
+                rows.add(**key, scores=right, seconds=round(seconds, 1), bytes=context.nbytes)
+    save(args.out, {**rows.about, "rows": rows.rows})
+
+
+def about(args: argparse.Namespace) -> dict[str, str]:
+    """Returns what the rows of a file have in common."""
+    return {"model": Path(args.model).name}
+
+
+def main() -> None:
+    """Runs it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("memory", "needles"))
+    parser.add_argument("--model", required=True, help="folder or GGUF file of the model")
+    parser.add_argument("--text", required=True, help="documents, and what needles are hidden in")
+    parser.add_argument("--sample", help="text from which profiles are made")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8_000, 16_000, 32_000])
+    parser.add_argument("--documents", type=int, default=3)
+    parser.add_argument("--cells", help="file of the rows; the result's name and .cells.json")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--out")
+    args = parser.parse_args()
+    if args.worker is not None:
+        worker(args, *json.loads(args.worker))
+        return
+    args.cells = args.cells or f"{args.out.removesuffix('.json')}.cells.json"
+    {"memory": memory, "needles": needles}[args.what](args)
+
+
+if __name__ == "__main__":
+    main()
