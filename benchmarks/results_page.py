@@ -86,7 +86,8 @@ FIRST = {
 PAGE_RECALL = "page_recall_smollm2", "page_recall_qwen"
 KEPT_ANSWERS = (
     "kept_answers_smollm2", "kept_answers_qwen", "kept_parts_smollm2", "kept_parts_qwen",
-    "kept_needles_qwen", "kept_bits_smollm2", "kept_bits_qwen",
+    "kept_needles_qwen", "kept_bits_smollm2", "kept_bits_qwen", "recall_answers_smollm2",
+    "recall_answers_qwen",
 )  # fmt: skip
 
 TABLE = re.compile(r"(?s)(<!-- table: (\w+)(?: where ([^\n]+))? -->)\n.*?<!-- end -->")
