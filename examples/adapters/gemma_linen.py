@@ -1,0 +1,129 @@
+"""kvjax in Gemma 3 of gemma 4.0.1 (flax.linen): their `Sampler` and `ChatSampler`, kvjax's calls.
+
+`Gemma` is their model with caches of kvjax, for their samplers: `gm.text.ChatSampler(model=Gemma(
+model, "h2o(budget=1024)", max_new=4096), params=params, cache_length=65536)`. A `cache_length` of
+theirs is then a bound of positions, which costs one byte each; memory is that of the method. So a
+chat goes on beyond their 4096. `functional` makes the model one for `kvjax.generate`, `read`,
+contexts and evaluation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+from gemma.gm.nn import _modules, _transformer  # pyright: ignore[reportMissingImports]
+
+import kvjax
+
+
+def attend(call: Any, args: tuple, kwargs: dict, context: Any) -> Any:
+    """Calls kvjax between the projections of their attention layers, and other layers as ever."""
+    layer = context.module
+    if not isinstance(layer, _modules.Attention) or context.method_name != "__call__":
+        return call(*args, **kwargs)
+    x, positions, cache, _ = args
+    if layer.use_qkv_einsum:
+        q, k, v = layer.qkv_einsum("BTD,SNDH->SBTNH", x)
+    else:
+        q, (k, v) = layer.q_einsum("BTD,NDH->BTNH", x), layer.kv_einsum("BSD,CKDH->CBSKH", x)
+    if layer.use_qk_norm:
+        q, k = layer._query_norm(q), layer._key_norm(k)
+    rotate = functools.partial(
+        _modules._positional_embeddings.apply_rope, positions=positions,
+        base_frequency=layer.rope_base_frequency, scale_factor=layer.rope_scale_factor,
+    )  # fmt: skip
+    out, cache = cache.attend(rotate(q), rotate(k), v, positions)
+    return cache, layer.attn_vec_einsum("BTNH,NHD->BTD", out)
+
+
+def states(model: Any, tokens: Any, positions: Any, caches: tuple) -> tuple[Any, tuple]:
+    """Calls their model up to the last norm."""
+    inputs = model._encode_and_get_inputs(tokens=tokens, positions=positions)
+    named = {f"layer_{number}": cache for number, cache in enumerate(caches)}
+    x, named = model._apply_attention(inputs, named)
+    return x, tuple(named.values())
+
+
+def head(model: Any, x: Any) -> Any:
+    """Returns logits of the states that leave the last norm."""
+    logits, cap = model.embedder.decode(x), model.config.final_logit_softcap
+    return logits if cap is None else jnp.tanh(logits / cap) * cap
+
+
+def functional(model: Any, params: Any) -> Any:
+    """Makes their model one for kvjax's calls, with the `params` that their samplers take."""
+
+    def applied(method: Any, params: Any, *args: Any) -> Any:
+        with flax.linen.intercept_methods(attend):
+            return model.apply({"params": params}, *args, method=method)
+
+    c, local = model.config, _modules.AttentionType.LOCAL_SLIDING
+    return kvjax.guests.functional_model(
+        functools.partial(applied, states), params, head=functools.partial(applied, head),
+        num_layers=c.num_layers, query_heads=c.num_heads, kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim, vocab_size=c.num_embed, attention_scale=c.query_pre_attn_scalar(),
+        attention_soft_cap=c.attn_logits_soft_cap,
+        windows=tuple(c.sliding_window_size if x == local else None for x in c.attention_types),
+    )  # fmt: skip
+
+
+@flax.struct.dataclass
+class Whole:
+    """Caches in the place of an array of keys, which their samplers cut to a length and put back."""
+
+    caches: tuple[kvjax.guests.GuestCache, ...]
+    shape: tuple[int, ...] = flax.struct.field(default=(), pytree_node=False)
+    at = property(lambda self: self)
+    __getitem__ = lambda self, key: self  # noqa: E731
+    set = lambda self, new: new  # noqa: E731
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemma:
+    """Their model for their samplers, with caches of kvjax.
+
+    Args:
+      model: their `Transformer`.
+      transform: the method.
+      max_new: most new tokens of all turns. Prompts may have `cache_length - max_new` tokens.
+    """
+
+    model: Any
+    transform: kvjax.KVTransform | str
+    max_new: int
+    config = property(lambda self: self.model.config)
+    INFO = property(lambda self: self.model.INFO)
+
+    def init_cache(self, *, batch_size: int, dtype: Any, cache_length: int, **_: Any) -> dict:
+        """Makes the caches of all layers, in the form that their samplers know."""
+        sizes = {"batch": batch_size, "max_prompt": cache_length - self.max_new}
+        caches = kvjax.guests.loop_caches(
+            functional(self.model, None), self.transform, max_new=self.max_new, dtype=dtype, **sizes
+        )
+        keys = Whole(caches, (batch_size, cache_length, 0, 0))
+        rest = {"v": Whole(()), "positions": Whole(())}
+        return {"layers": {"k": keys, **rest, "end_index": jnp.zeros(batch_size, jnp.int32)}}
+
+    @functools.partial(jax.jit, static_argnums=0, static_argnames="return_last_only")
+    def apply(
+        self, variables: dict, tokens: Any, *, positions: Any, cache: dict, attention_mask: Any,
+        images: None = None, return_last_only: bool = False,
+    ) -> Any:  # fmt: skip
+        """Calls the model as their samplers do."""
+        there = (tokens != 0) | (tokens.shape[1] == 1)  # their padding is 0, in prompts
+        model, layers = functional(self.model, variables["params"]), cache["layers"]
+        x, caches = model.apply.forward(
+            model.params, tokens, jnp.where(there, positions, -1), layers["k"].caches
+        )
+        if return_last_only:
+            x = x[jnp.arange(len(x)), there.sum(1) - 1]
+        layers |= {"k": layers["k"].replace(caches=caches)}
+        layers |= {"end_index": layers["end_index"] + tokens.shape[1]}
+        return _transformer.Output(
+            logits=model.apply.head(model.params, x), cache={"layers": layers}, hidden_states=None
+        )
