@@ -60,8 +60,8 @@ class GuestCache:
     ) -> tuple[Array, GuestCache]:
         """Attends as `kvjax.attend`, in a call that this cache knows more of.
 
-        A token that the cache holds already, which loops feed once more behind a prompt, is not
-        added again (`repeats`).
+        In a loop that does not say the phase, a token that the cache holds already, which is fed
+        once more behind a prompt, is not added again (`repeats`).
 
         Args:
           q, k, v, layout, rope, sinks: as in `kvjax.attend`, with tokens before heads by default.
@@ -80,8 +80,8 @@ class GuestCache:
                 "kvjax.guests.guest_caches(caches, positions)"
             )
         out, cache = attend(
-            self.cache, q, k, v, positions, phase=self.phase, last=self.last, repeats=True,
-            layout=layout, rope=rope, sinks=sinks,
+            self.cache, q, k, v, positions, phase=self.phase, last=self.last,
+            repeats=self.phase == "by_length", layout=layout, rope=rope, sinks=sinks,
         )  # fmt: skip
         return out, dataclasses.replace(self, cache=cache)
 
@@ -96,7 +96,7 @@ def guest_caches(
 
     Args:
       caches: of each layer. For a loop that has no place for `kvjax.flush`, those of
-        `kvjax.self_flushing`.
+        `kvjax.self_flushing`; for one that feeds a token twice, of `init_caches(repeats=True)`.
       positions: of the call's tokens, -1 for padding (`kvjax.positions_of`). None, as in a loop
         that carries the caches: the attention gives them.
       phase, last: as in `kvjax.attend`. By default one token is a step, and more are a prompt.
@@ -147,7 +147,7 @@ def loop_caches(
         transform, batch=batch, max_prompt=max_prompt, max_new=max_new, dtype=dtype,
         num_layers=model.num_layers, query_heads=model.query_heads, kv_heads=model.kv_heads,
         head_dim=model.head_dim, windows=model.windows, scale=model.attention_scale,
-        soft_cap=model.attention_soft_cap,
+        soft_cap=model.attention_soft_cap, repeats=True,
     )  # fmt: skip
     return guest_caches(self_flushing(caches), positions)
 

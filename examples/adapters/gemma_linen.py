@@ -74,7 +74,7 @@ def functional(model: Any, params: Any) -> Any:
 
 @flax.struct.dataclass
 class Whole:
-    """Caches in the place of an array of keys, which their samplers cut to a length and put back."""
+    """Caches in the place of keys, which their samplers cut to a length and put back."""
 
     caches: tuple[kvjax.guests.GuestCache, ...]
     shape: tuple[int, ...] = flax.struct.field(default=(), pytree_node=False)
