@@ -27,17 +27,13 @@ def attend(call: Any, args: tuple, kwargs: dict, context: Any) -> Any:
     if not isinstance(layer, _modules.Attention) or context.method_name != "__call__":
         return call(*args, **kwargs)
     x, positions, cache, _ = args
-    if layer.use_qkv_einsum:
-        q, k, v = layer.qkv_einsum("BTD,SNDH->SBTNH", x)
-    else:
-        q, (k, v) = layer.q_einsum("BTD,NDH->BTNH", x), layer.kv_einsum("BSD,CKDH->CBSKH", x)
-    if layer.use_qk_norm:
-        q, k = layer._query_norm(q), layer._key_norm(k)
     rotate = functools.partial(
         _modules._positional_embeddings.apply_rope, positions=positions,
         base_frequency=layer.rope_base_frequency, scale_factor=layer.rope_scale_factor,
     )  # fmt: skip
-    out, cache = cache.attend(rotate(q), rotate(k), v, positions)
+    q, (k, v) = layer.q_einsum("BTD,NDH->BTNH", x), layer.kv_einsum("BSD,CKDH->CBSKH", x)
+    q, k = rotate(layer._query_norm(q)), rotate(layer._key_norm(k))
+    out, cache = cache.attend(q, k, v, positions)
     return cache, layer.attn_vec_einsum("BTNH,NHD->BTD", out)
 
 
@@ -51,23 +47,23 @@ def states(model: Any, tokens: Any, positions: Any, caches: tuple) -> tuple[Any,
 
 def head(model: Any, x: Any) -> Any:
     """Returns logits of the states that leave the last norm."""
-    logits, cap = model.embedder.decode(x), model.config.final_logit_softcap
-    return logits if cap is None else jnp.tanh(logits / cap) * cap
+    return model.embedder.decode(x)
+
+
+def applied(model: Any, method: Any, params: Any, *args: Any) -> Any:
+    """Calls a method of their model with kvjax in its attention layers."""
+    with flax.linen.intercept_methods(attend):
+        return model.apply({"params": params}, *args, method=method)
 
 
 def functional(model: Any, params: Any) -> Any:
     """Makes their model one for kvjax's calls, with the `params` that their samplers take."""
-
-    def applied(method: Any, params: Any, *args: Any) -> Any:
-        with flax.linen.intercept_methods(attend):
-            return model.apply({"params": params}, *args, method=method)
-
     c, local = model.config, _modules.AttentionType.LOCAL_SLIDING
     return kvjax.guests.functional_model(
-        functools.partial(applied, states), params, head=functools.partial(applied, head),
-        num_layers=c.num_layers, query_heads=c.num_heads, kv_heads=c.num_kv_heads,
-        head_dim=c.head_dim, vocab_size=c.num_embed, attention_scale=c.query_pre_attn_scalar(),
-        attention_soft_cap=c.attn_logits_soft_cap,
+        functools.partial(applied, model, states), params,
+        head=functools.partial(applied, model, head), num_layers=c.num_layers,
+        query_heads=c.num_heads, kv_heads=c.num_kv_heads, head_dim=c.head_dim,
+        vocab_size=c.num_embed, attention_scale=c.query_pre_attn_scalar(),
         windows=tuple(c.sliding_window_size if x == local else None for x in c.attention_types),
     )  # fmt: skip
 
@@ -77,7 +73,7 @@ class Whole:
     """Caches in the place of keys, which their samplers cut to a length and put back."""
 
     caches: tuple[kvjax.guests.GuestCache, ...]
-    shape: tuple[int, ...] = flax.struct.field(default=(), pytree_node=False)
+    shape: tuple[int, ...] = flax.struct.field(pytree_node=False)
     at = property(lambda self: self)
     __getitem__ = lambda self, key: self  # noqa: E731
     set = lambda self, new: new  # noqa: E731
@@ -101,29 +97,27 @@ class Gemma:
 
     def init_cache(self, *, batch_size: int, dtype: Any, cache_length: int, **_: Any) -> dict:
         """Makes the caches of all layers, in the form that their samplers know."""
-        sizes = {"batch": batch_size, "max_prompt": cache_length - self.max_new}
         caches = kvjax.guests.loop_caches(
-            functional(self.model, None), self.transform, max_new=self.max_new, dtype=dtype, **sizes
-        )
-        keys = Whole(caches, (batch_size, cache_length, 0, 0))
-        rest = {"v": Whole(()), "positions": Whole(())}
-        return {"layers": {"k": keys, **rest, "end_index": jnp.zeros(batch_size, jnp.int32)}}
+            functional(self.model, None), self.transform, batch=batch_size, dtype=dtype,
+            max_prompt=cache_length - self.max_new, max_new=self.max_new,
+        )  # fmt: skip
+        keys, nothing = Whole(caches, (batch_size, cache_length, 0, 0)), Whole((), ())
+        end = jnp.zeros(batch_size, jnp.int32)
+        return {"layers": {"k": keys, "v": nothing, "positions": nothing, "end_index": end}}
 
     @functools.partial(jax.jit, static_argnums=0, static_argnames="return_last_only")
     def apply(
-        self, variables: dict, tokens: Any, *, positions: Any, cache: dict, attention_mask: Any,
-        images: None = None, return_last_only: bool = False,
+        self, variables: dict, tokens: Any, *, positions: Any, cache: dict,
+        return_last_only: bool = False, **_: Any,
     ) -> Any:  # fmt: skip
         """Calls the model as their samplers do."""
         there = (tokens != 0) | (tokens.shape[1] == 1)  # their padding is 0, in prompts
-        model, layers = functional(self.model, variables["params"]), cache["layers"]
-        x, caches = model.apply.forward(
-            model.params, tokens, jnp.where(there, positions, -1), layers["k"].caches
-        )
+        positions, layers = jnp.where(there, positions, -1), cache["layers"]
+        call = functools.partial(applied, self.model)
+        x, caches = call(states, variables["params"], tokens, positions, layers["k"].caches)
         if return_last_only:
             x = x[jnp.arange(len(x)), there.sum(1) - 1]
-        layers |= {"k": layers["k"].replace(caches=caches)}
-        layers |= {"end_index": layers["end_index"] + tokens.shape[1]}
-        return _transformer.Output(
-            logits=model.apply.head(model.params, x), cache={"layers": layers}, hidden_states=None
-        )
+        end = layers["end_index"] + tokens.shape[1]
+        layers = layers | {"k": layers["k"].replace(caches=caches), "end_index": end}
+        logits = call(head, variables["params"], x)
+        return _transformer.Output(logits=logits, cache={"layers": layers}, hidden_states=None)

@@ -21,11 +21,9 @@ def attend(layer: Any, x: Any, cache: Any, cache_update_index: Any = 0, **_: Any
     positions = cache.positions
     if positions is None:  # a step of their loop
         positions = jnp.full(x.shape[:2], cache_update_index, jnp.int32)
-    norms = (layer.query_norm, layer.key_norm) if layer.use_query_key_norm else (None, None)
-    q, k = (
-        layer.rope_layer(x if norm is None else norm(x), positions=positions)
-        for x, norm in zip((layer.query_dense(x), layer.key_dense(x)), norms, strict=True)
-    )
+    rotate = functools.partial(layer.rope_layer, positions=positions)
+    q = rotate(layer.query_norm(layer.query_dense(x)))
+    k = rotate(layer.key_norm(layer.key_dense(x)))
     out, cache = cache.attend(q, k, layer.value_dense(x), positions)
     return layer.output_dense(out), cache
 
@@ -37,21 +35,18 @@ def functional(lm: Any) -> Any:
         block._compute_attention_mask = lambda *_: None
         block.attention.call = functools.partial(attend, block.attention)
 
-    def with_weights(weights: list) -> Any:
-        return keras.StatelessScope(state_mapping=list(zip(variables, weights, strict=True)))
+    def with_weights(call: Any, weights: list, *args: Any) -> Any:
+        with keras.StatelessScope(state_mapping=list(zip(variables, weights, strict=True))):
+            return call(*args)
 
-    def forward(weights: list, tokens: Any, positions: Any, caches: tuple) -> tuple:
-        with with_weights(weights):
-            _, x, caches = lm.call_with_cache(tokens, caches, 0)
-        return x, caches
-
-    def head(weights: list, x: Any) -> Any:
-        with with_weights(weights):
-            return b.token_embedding(x, reverse=True)
+    def states(tokens: Any, positions: Any, caches: tuple) -> tuple:
+        return lm.call_with_cache(tokens, caches, 0)[1:]
 
     per_head = b.head_dim if b.query_head_dim_normalize else b.hidden_dim // b.num_query_heads
     return kvjax.guests.functional_model(
-        forward, [x.value for x in variables], head=head, num_layers=b.num_layers,
+        functools.partial(with_weights, states), [x.value for x in variables],
+        head=functools.partial(with_weights, functools.partial(b.token_embedding, reverse=True)),
+        num_layers=b.num_layers,
         query_heads=b.num_query_heads, kv_heads=b.num_key_value_heads, head_dim=b.head_dim,
         vocab_size=b.vocabulary_size, attention_scale=per_head**-0.5,
         attention_soft_cap=b.attention_logit_soft_cap,

@@ -26,8 +26,7 @@ class Attention(gemma3.Attention):
             gemma3.apply_rope, positions=positions, head_dim=self.head_dim,
             base_frequency=self.rope_base_frequency, scale_factor=self.rope_scale_factor,
         )  # fmt: skip
-        whole = self.use_qkv_einsum
-        q, k, v = self.qkv_einsum(x) if whole else (self.q_einsum(x), *self.kv_einsum(x))
+        q, (k, v) = self.q_einsum(x), self.kv_einsum(x)
         q, k = rotate(self._query_norm(q)), rotate(self._key_norm(k))
         out, cache = cache.attend(q, k, v, positions)
         return cache, self.attn_vec_einsum(out)
@@ -38,9 +37,10 @@ class Gemma3(gemma3.Gemma3):
 
     def init_cache(self, batch_size: int, cache_size: int, dtype: Any) -> tuple:
         """Makes the caches of all layers."""
-        new = {"batch": batch_size, "max_new": self.max_new, "dtype": dtype}
-        new |= {"max_prompt": cache_size - self.max_new}
-        return kvjax.guests.loop_caches(functional(self), self.transform, **new)
+        return kvjax.guests.loop_caches(
+            functional(self), self.transform, batch=batch_size, dtype=dtype,
+            max_prompt=cache_size - self.max_new, max_new=self.max_new,
+        )  # fmt: skip
 
     def states(self, tokens: Any, positions: Any, caches: tuple) -> tuple[Any, tuple]:
         """Calls their model up to the last norm."""
