@@ -1,10 +1,15 @@
 """kvjax in Gemma 3 of gemma 4.0.1 (flax.linen): their `Sampler` and `ChatSampler`, kvjax's calls.
 
-`Gemma` is their model with caches of kvjax, for their samplers: `gm.text.ChatSampler(model=Gemma(
-model, "h2o(budget=1024)", max_new=4096), params=params, cache_length=65536)`. A `cache_length` of
-theirs is then a bound of positions, which costs one byte each; memory is that of the method. So a
-chat goes on beyond their 4096. `functional` makes the model one for `kvjax.generate`, `read`,
-contexts and evaluation.
+`Gemma` is their model with caches of kvjax, for their samplers:
+
+    model = Gemma(model, "h2o(budget=1024)", max_new=4096)
+    chat = gm.text.ChatSampler(model=model, params=params, cache_length=65536, multi_turn=True)
+    chat.chat("Hello.")
+    kvjax.check_dropped(chat.last_state.cache["layers"]["k"].caches)  # raises if one was lost
+
+A `cache_length` of theirs bounds positions, which cost a byte each, and memory is that of the
+method. So a chat goes on beyond their 4096. `functional` makes the model one for `kvjax.generate`,
+`read`, contexts and evaluation.
 """
 
 from __future__ import annotations

@@ -33,14 +33,11 @@ class Attention(gemma3.Attention):
 
 
 class Gemma3(gemma3.Gemma3):
-    """Their model, which makes caches of kvjax and knows padding."""
+    """Their model, which makes caches of kvjax when it reads a prompt, and knows padding."""
 
     def init_cache(self, batch_size: int, cache_size: int, dtype: Any) -> tuple:
-        """Makes the caches of all layers."""
-        return kvjax.guests.loop_caches(
-            functional(self), self.transform, batch=batch_size, dtype=dtype,
-            max_prompt=cache_size - self.max_new, max_new=self.max_new,
-        )  # fmt: skip
+        """Leaves the caches to the prompt, whose length says how many tokens may follow."""
+        return ()
 
     def states(self, tokens: Any, positions: Any, caches: tuple) -> tuple[Any, tuple]:
         """Calls their model up to the last norm."""
@@ -52,21 +49,26 @@ class Gemma3(gemma3.Gemma3):
 
     def __call__(self, tokens: Any, positions: Any, cache: tuple, attention_mask: Any) -> tuple:
         """Calls it as `Sampler` does."""
-        if tokens.shape[1] > 1:  # the last token of a prompt sees all of it, and no padding
-            positions = jnp.where(attention_mask[:, -1, : tokens.shape[1]], positions, -1)
+        if not cache:
+            rows, width = tokens.shape
+            cache = kvjax.guests.loop_caches(
+                functional(self), self.transform, batch=rows, max_prompt=width,
+                max_new=attention_mask.shape[-1] - width, dtype=self.config.param_dtype,
+            )  # fmt: skip
+            # The last token of a prompt sees all of it, and no padding.
+            positions = jnp.where(attention_mask[:, -1, :width], positions, -1)
         x, cache = self.states(tokens, positions, cache)
         return self.embedder.decode(x), cache
 
 
-def kvjax_inside(model: Any, transform: kvjax.KVTransform | str, max_new: int) -> None:
+def kvjax_inside(model: Any, transform: kvjax.KVTransform | str) -> None:
     """Lets a `Sampler` of this model keep its keys and values in caches of kvjax.
 
     Args:
       model: a `Gemma3` of theirs.
-      transform: the method.
-      max_new: most new tokens of a row. `Sampler` may read `cache_size - max_new` tokens.
+      transform: the method. `Sampler` says how many tokens there may be: its `cache_size`.
     """
-    model.__class__, model.transform, model.max_new = Gemma3, transform, max_new
+    model.__class__, model.transform = Gemma3, transform
     for layer in model.layers:
         layer.attn.__class__ = Attention
 

@@ -57,7 +57,7 @@ def converted(port: Decoder) -> gemma3.Gemma3:
 
 def functional(model: gemma3.Gemma3) -> Any:
     """Makes it one for kvjax's calls."""
-    adapter.kvjax_inside(model, "full", 0)
+    adapter.kvjax_inside(model, "full")
     return adapter.functional(model)
 
 
@@ -66,7 +66,7 @@ def their_loop(
 ) -> list[list[int]]:
     """Writes with their sampler, in their caches (None) or in kvjax's."""
     if method is not None:
-        adapter.kvjax_inside(model, method, count)
+        adapter.kvjax_inside(model, method)
     width, c = max(map(len, prompts)), model.config
     cache = CacheConfig(
         cache_size=width + count, num_layers=c.num_layers, num_kv_heads=c.num_kv_heads,
