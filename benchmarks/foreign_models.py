@@ -55,8 +55,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="GGUF file of Gemma 3 270M")
     parser.add_argument("--out", required=True, help="JSON file")
     args = parser.parse_args()
-    from tests.foreign import port as support
-
+    support = importlib.import_module("tests.foreign.port")
     package = importlib.import_module(f"tests.foreign.with_{args.package}")
     port, texts = from_pretrained(args.model), support.texts_beyond_the_window(Path(args.model))
     theirs = package.converted(port)

@@ -141,7 +141,7 @@ def loop_caches(
       >>> caches = kvjax.guests.loop_caches(
       ...     model, "h2o(budget=8)", batch=1, max_prompt=16, max_new=4)
       >>> [guest.cache.kv.shape for guest in caches]
-      [(1, 2, 8), (1, 2, 8)]
+      [(1, 2, 9), (1, 2, 9)]
     """
     caches = init_caches(
         transform, batch=batch, max_prompt=max_prompt, max_new=max_new, dtype=dtype,

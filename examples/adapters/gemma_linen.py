@@ -18,9 +18,9 @@ import dataclasses
 import functools
 from typing import Any
 
-import flax
 import jax
 import jax.numpy as jnp
+from flax import linen, struct
 from gemma.gm.nn import _modules, _transformer  # pyright: ignore[reportMissingImports]
 
 import kvjax
@@ -57,7 +57,7 @@ def head(model: Any, x: Any) -> Any:
 
 def applied(model: Any, method: Any, params: Any, *args: Any) -> Any:
     """Calls a method of their model with kvjax in its attention layers."""
-    with flax.linen.intercept_methods(attend):
+    with linen.intercept_methods(attend):
         return model.apply({"params": params}, *args, method=method)
 
 
@@ -73,12 +73,12 @@ def functional(model: Any, params: Any) -> Any:
     )  # fmt: skip
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class Whole:
     """Caches in the place of keys, which their samplers cut to a length and put back."""
 
     caches: tuple[kvjax.guests.GuestCache, ...]
-    shape: tuple[int, ...] = flax.struct.field(pytree_node=False)
+    shape: tuple[int, ...] = struct.field(pytree_node=False)
     at = property(lambda self: self)
     __getitem__ = lambda self, key: self  # noqa: E731
     set = lambda self, new: new  # noqa: E731
