@@ -116,12 +116,18 @@ def test_gemma_3_270m_reads_and_is_asked(package, real_theirs, gemma):
 
 
 def test_the_chat_of_gemma_goes_on_beyond_its_memory():
-    """Each answer is that of a whole text; with a method a chat of any length takes as much."""
+    """Each answer is that of a whole text; with a method a chat of any length takes as much.
+
+    With their own cache the second answer is another one: tokens of a further turn stand there one
+    slot before the one that their mask means.
+    """
     pytest.importorskip("gemma", reason=f"{PACKAGES['gemma']} is not installed")
     package = importlib.import_module("tests.foreign.with_gemma")
     theirs = package.converted(tiny())
     turns = [np.random.default_rng(n).integers(3, 64, 20).tolist() for n in range(12)]
     answers, _ = package.chat(theirs, "full", turns, count=8, most=400)
+    their_own, _ = package.chat(theirs, None, turns[:2], count=8, most=600)
+    assert their_own[0] == answers[0] and their_own[1] != answers[1]
     text: list[int] = []
     for number, (turn, answer) in enumerate(zip(turns, answers, strict=True)):
         text += package.as_turn(turn, first=number == 0)

@@ -109,13 +109,16 @@ def as_turn(tokens: list[int], first: bool) -> list[int]:
 
 
 def chat(
-    theirs: Theirs, method: str, turns: list[list[int]], count: int, most: int
+    theirs: Theirs, method: str | None, turns: list[list[int]], count: int, most: int
 ) -> tuple[list[list[int]], tuple]:
-    """Chats with their `ChatSampler`, and returns the answers and the caches of all layers."""
+    """Chats with their `ChatSampler`, and returns the answers and kvjax's caches of all layers."""
+    model = theirs.model
+    if method is not None:
+        model = adapter.Gemma(model, method, max_new=most // 2)
     sampler = gm.text.ChatSampler(
-        model=adapter.Gemma(theirs.model, method, max_new=most // 2), params=theirs.params,
-        tokenizer=Tokenizer(), cache_length=most, max_out_length=count, multi_turn=True,
+        model=model, params=theirs.params, tokenizer=Tokenizer(), cache_length=most,
+        max_out_length=count, multi_turn=True,
     )  # fmt: skip
     said = (sampler.chat(" ".join(map(str, turn)), max_new_tokens=count) for turn in turns)
     answers = [[int(word) for word in answer.split()] for answer in said]
-    return answers, sampler.last_state.cache["layers"]["k"].caches
+    return answers, () if method is None else sampler.last_state.cache["layers"]["k"].caches
