@@ -471,6 +471,21 @@ def beside_hf(rows: Sequence[dict[str, Any]]) -> str:
     ])  # fmt: skip
 
 
+def foreign_models(rows: Sequence[dict[str, Any]]) -> str:
+    """Which texts are equal in models of other packages, by `foreign_models.py`."""
+    by_package: dict[str, dict[str, str]] = {}
+    for row in rows:
+        if row["package"] == "kvjax":
+            continue
+        of_package = by_package.setdefault(f"{row['package']} {row['version']}", {})
+        of_package["lines of the adapter"] = str(row["lines"])
+        equal = (f"`{name}`" for name in ("loop", "generate") if row[name])
+        of_package[f"`{row['method']}`"] = " and ".join(equal) or "none"
+    lines = [[name, *(cells[name] for cells in by_package.values())]
+             for name in next(iter(by_package.values()))]  # fmt: skip
+    return markdown(["", *by_package], lines)
+
+
 def page_recall(result: dict[str, Any]) -> str:
     """Attention that chosen pages receive, by `page_recall.py`."""
     shares = [f"{100 * share:g} %" for share in result["shares"]]
@@ -634,6 +649,7 @@ def tables(folders: dict[str, Results]) -> tuple[list[Results], dict[str, str]]:
         "situations": situations([folders["needles"]]),
         "newcomer_qwen": newcomer(read("newcomer_qwen")["rows"]),
         "lm_eval_smollm2": beside_hf(read("lm_eval_smollm2")["rows"]),
+        "foreign_models": foreign_models(read("foreign_models")["rows"]),
         "at_rest_smollm2": at_rest(read("at_rest_smollm2")["rows"]),
         **{name: kept_answers(read(name)["rows"]) for name in KEPT_ANSWERS},
         **{name: page_recall(read(name)) for name in PAGE_RECALL},

@@ -40,12 +40,11 @@ class Attention(linen.Module):
 
         def heads(name: str, count: int) -> jax.Array:
             y = Dense(count * HEAD_DIM, use_bias=False, name=name)(x)
-            return y.reshape(*y.shape[:2], count, HEAD_DIM).swapaxes(1, 2)
+            return y.reshape(*y.shape[:2], count, HEAD_DIM)
 
-        q, k, v = heads("q", QUERY_HEADS), heads("k", KV_HEADS), heads("v", KV_HEADS)
-        out, cache = kvjax.attend(cache, q, k, v, positions, phase=phase, rope=ROPE)
-        out = out.swapaxes(1, 2).reshape(*x.shape[:2], -1)
-        return Dense(WIDTH, use_bias=False, name="out")(out), cache
+        qkv = heads("q", QUERY_HEADS), heads("k", KV_HEADS), heads("v", KV_HEADS)
+        out, cache = kvjax.attend(cache, *qkv, positions, phase=phase, rope=ROPE, layout="BTHD")
+        return Dense(WIDTH, use_bias=False, name="out")(out.reshape(*x.shape[:2], -1)), cache
 
 
 class Decoder(linen.Module):
@@ -68,11 +67,11 @@ class Decoder(linen.Module):
 
 
 def empty_caches(method: kvjax.KVTransform, mesh: Mesh | None = None) -> tuple:
-    """A cache for each layer."""
-    return kvjax.init_caches(
+    """A cache for each layer, which flushes itself where its method wants that."""
+    return kvjax.self_flushing(kvjax.init_caches(
         method, num_layers=LAYERS, batch=len(LENGTHS), kv_heads=KV_HEADS, query_heads=QUERY_HEADS,
         head_dim=HEAD_DIM, max_prompt=PROMPT, max_new=NEW, dtype=jnp.float32, mesh=mesh,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def padded_positions() -> jax.Array:
@@ -98,7 +97,7 @@ def random_parameters(mesh: Mesh | None = None) -> dict:
 
 
 def generate(params: dict, tokens: jax.Array, method: kvjax.KVTransform, mesh=None) -> jax.Array:
-    """Greedy text, `[rows, NEW]`: the prompt in one call, then M steps and a flush in one each."""
+    """Greedy text, `[rows, NEW]`: the prompt in one call, and all steps in another one."""
     positions = padded_positions()
     if mesh is not None:
         by_row = NamedSharding(mesh, PartitionSpec("data"))
@@ -112,25 +111,20 @@ def generate(params: dict, tokens: jax.Array, method: kvjax.KVTransform, mesh=No
         last = positions.argmax(axis=1)[:, None, None]  # each row's own last token
         return jnp.take_along_axis(logits, last, axis=1).argmax(-1), caches
 
-    @functools.partial(jax.jit, static_argnames="steps", donate_argnames="caches")
-    def period(params, token, position, caches, *, steps):
+    @functools.partial(jax.jit, donate_argnames="caches")
+    def write(params, token, position, caches):
         def step(carry, _):
             token, position, caches = carry
             logits, caches = model(params, token, position, caches, phase="decode")
             return (logits.argmax(-1), position + 1, caches), token[:, 0]
 
-        carry = (token, position, caches)
-        (token, position, caches), written = jax.lax.scan(step, carry, length=steps)
-        return written.T, token, position, kvjax.flush(caches)
+        (_, _, caches), text = jax.lax.scan(step, (token, position, caches), length=NEW)
+        return text.T, caches
 
     token, caches = read(params, tokens, positions)
-    position, text = positions.max(axis=1, keepdims=True) + 1, []
-    interval = kvjax.flush_interval(caches) or NEW
-    for _ in range(0, NEW, interval):
-        written, token, position, caches = period(params, token, position, caches, steps=interval)
-        text.append(written)
+    text, caches = write(params, token, positions.max(axis=1, keepdims=True) + 1, caches)
     kvjax.check_dropped(caches)
-    return jnp.concatenate(text, axis=1)[:, :NEW]
+    return text
 
 
 def main(mesh: Mesh | None = None) -> dict[str, list[list[int]]]:

@@ -14,12 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.attention.attend import Layout, attend
+from kvjax.attention.flush import self_flushing
 from kvjax.attention.layer import Cache, for_keeping
 from kvjax.cache.rope import Rope
 from kvjax.generation.model import FunctionalModel, OfLayers
+from kvjax.generation.new_caches import init_caches
 from kvjax.protocol import KVTransform, Phase
 from kvjax.serialization import pytree_node
 
@@ -57,8 +60,8 @@ class GuestCache:
     ) -> tuple[Array, GuestCache]:
         """Attends as `kvjax.attend`, in a call that this cache knows more of.
 
-        A token that the cache holds already, which loops feed once more behind a prompt, is not
-        added again (`repeats`).
+        In a loop that does not say the phase, a token that the cache holds already, which is fed
+        once more behind a prompt, is not added again (`repeats`).
 
         Args:
           q, k, v, layout, rope, sinks: as in `kvjax.attend`, with tokens before heads by default.
@@ -77,8 +80,8 @@ class GuestCache:
                 "kvjax.guests.guest_caches(caches, positions)"
             )
         out, cache = attend(
-            self.cache, q, k, v, positions, phase=self.phase, last=self.last, repeats=True,
-            layout=layout, rope=rope, sinks=sinks,
+            self.cache, q, k, v, positions, phase=self.phase, last=self.last,
+            repeats=self.phase == "by_length", layout=layout, rope=rope, sinks=sinks,
         )  # fmt: skip
         return out, dataclasses.replace(self, cache=cache)
 
@@ -93,7 +96,7 @@ def guest_caches(
 
     Args:
       caches: of each layer. For a loop that has no place for `kvjax.flush`, those of
-        `kvjax.self_flushing`.
+        `kvjax.self_flushing`; for one that feeds a token twice, of `init_caches(repeats=True)`.
       positions: of the call's tokens, -1 for padding (`kvjax.positions_of`). None, as in a loop
         that carries the caches: the attention gives them.
       phase, last: as in `kvjax.attend`. By default one token is a step, and more are a prompt.
@@ -112,6 +115,41 @@ def guest_caches(
     """
     # Each has positions of its own, since a loop donates the caches of all layers.
     return tuple(GuestCache(cache, for_keeping(positions), phase, last) for cache in caches)
+
+
+def loop_caches(
+    model: FunctionalModel,
+    transform: KVTransform | str,
+    *,
+    batch: int,
+    max_prompt: int,
+    max_new: int,
+    positions: Int[Array, "B T"] | None = None,
+    dtype: DTypeLike | None = None,
+) -> tuple[GuestCache, ...]:
+    """Empty caches for a loop of others, of all layers, which flush themselves.
+
+    Args:
+      model: made by `functional_model`, which says the sizes and the options of each layer.
+      transform, batch, max_prompt, max_new, dtype: as in `kvjax.init_caches`.
+      positions: of the tokens of the first call, as in `guest_caches`.
+
+    Example:
+      >>> import kvjax
+      >>> model = kvjax.guests.functional_model(
+      ...     print, {}, num_layers=2, query_heads=4, kv_heads=2, head_dim=8, vocab_size=32)
+      >>> caches = kvjax.guests.loop_caches(
+      ...     model, "h2o(budget=8)", batch=1, max_prompt=16, max_new=4)
+      >>> [guest.cache.kv.shape for guest in caches]
+      [(1, 2, 9), (1, 2, 9)]
+    """
+    caches = init_caches(
+        transform, batch=batch, max_prompt=max_prompt, max_new=max_new, dtype=dtype,
+        num_layers=model.num_layers, query_heads=model.query_heads, kv_heads=model.kv_heads,
+        head_dim=model.head_dim, windows=model.windows, scale=model.attention_scale,
+        soft_cap=model.attention_soft_cap, repeats=True,
+    )  # fmt: skip
+    return guest_caches(self_flushing(caches), positions)
 
 
 def functional_model(

@@ -38,6 +38,7 @@ from kvjax.cache.slots import as_positions
 from kvjax.checks import as_scale, check_array, check_choice, check_logits
 from kvjax.compose.chain import parts_of
 from kvjax.compose.foreseen import frees_while_decoding
+from kvjax.compose.ring import Ring
 from kvjax.devices import explicit_mesh, in_automatic_mode
 from kvjax.protocol import AttentionOptions, Inputs, KVTransform, Phase, Probe
 from pallas_kernels.base.varying import varying
@@ -403,9 +404,10 @@ def _check_sinks(sinks, query_heads: int) -> None:
 def _check_cache(cache: Cache, tokens: Tokens, call: Call) -> None:
     """Raises unless the cache is one of these heads, and ready for the call."""
     batch, query_heads, *rest = tokens.q.shape
-    kv_heads = _kv_heads(cache) if tokens.k is None else tokens.k.shape[1]
+    alone = tokens.k is None
+    kv_heads = _kv_heads(cache) if alone else tokens.k.shape[1]
     if not isinstance(cache, tuple):
-        _check_rectangle(cache, tokens.q.shape, (batch, kv_heads, *rest), call)
+        _check_rectangle(cache, tokens.q.shape, (batch, kv_heads, *rest), call, alone)
         return
     numbers = [head for part in cache for head in part.group_heads or ()]
     if sorted(numbers) != list(range(kv_heads)):
@@ -416,10 +418,13 @@ def _check_cache(cache: Cache, tokens: Tokens, call: Call) -> None:
     group = query_heads // kv_heads
     for part in cache:
         heads = len(part.group_heads or ())
-        _check_rectangle(part, (batch, heads * group, *rest), (batch, heads, *rest), call)
+        of_part = (batch, heads * group, *rest), (batch, heads, *rest)
+        _check_rectangle(part, *of_part, call, alone)
 
 
-def _check_rectangle(cache: Any, q: tuple[int, ...], k: tuple[int, ...], call: Call) -> None:
+def _check_rectangle(
+    cache: Any, q: tuple[int, ...], k: tuple[int, ...], call: Call, alone: bool
+) -> None:
     """Raises unless a cache of one rectangle is one for these shapes."""
     transform = cache.transform
     kv = cache.kv
@@ -449,6 +454,13 @@ def _check_rectangle(cache: Any, q: tuple[int, ...], k: tuple[int, ...], call: C
         raise ValueError(
             f"{transform!r} compresses or selects while decoding: give it one token a step, got "
             f"{q[2]}"
+        )
+    rings = (part for part in parts_of(transform) if isinstance(part, Ring))
+    if (call.repeats or alone) and any(ring.window == cache.options.window for ring in rings):
+        raise ValueError(
+            f"{transform!r} holds what the next token will see, and the last one sees a token more:"
+            " make the caches with kvjax.init_caches(..., repeats=True), got "
+            + ("queries without k and v" if alone else "repeats=True")
         )
 
 

@@ -107,6 +107,7 @@ def init_caches(
     windows: Sequence[int | None] = (),
     soft_cap: OfLayers = None,
     rope: Rope | None = None,
+    repeats: bool = False,
 ) -> tuple[Cache, ...]:
     """Empty caches for all attention layers of a model: `init_cache` for each element of `bind`.
 
@@ -118,6 +119,8 @@ def init_caches(
       scale, soft_cap: as in `init_cache`: one number for all layers, or a tuple with one for each.
       windows: sliding window of each layer, None where it has none; empty: no layer has one. A
         layer whose window is shorter than a text may become is a `kvjax.Ring` (see `bind`).
+      repeats: whether a step may have a row's last token once more, or queries alone (see
+        `attend`). Such a query sees one token more than the next one will, and rings hold it.
 
     Returns:
       A cache for each layer, in a tuple.
@@ -134,7 +137,8 @@ def init_caches(
     """
     check_count("max_prompt", max_prompt, 1)
     check_count("max_new", max_new, 0)
-    layers = bind(as_transform(transform, "init_caches"), num_layers, windows, max_prompt + max_new)
+    seen = [window if window is None else window + repeats for window in windows]
+    layers = bind(as_transform(transform, "init_caches"), num_layers, seen, max_prompt + max_new)
     windows = tuple(windows) or (None,) * num_layers
     for name, option in (("scale", scale), ("soft_cap", soft_cap)):
         if isinstance(option, tuple) and len(option) != num_layers:

@@ -24,6 +24,8 @@ from tests.support.attending import (
 from tests.support.cases import COVERING, selects
 from tests.support.tolerances import close
 
+# Rings of that test hold what the next token sees: see test_ring.py for those that hold more.
+CASES = {name: tx for name, tx in CASES.items() if not name.startswith("ring")}
 FAST = ("full", "h2o", "every", "chelsea", "clusterkv", "quantize", "head_groups", "reposition")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -190,3 +192,27 @@ def test_a_wrong_calibration_is_seen_in_models_of_rings_alone():
     found = kvjax.kit.InfiniGenCalibration(np.ones((5, 2, 8, 3)))
     with pytest.raises(ValueError, match="is of another model: it has 5 layers"):
         bound(InfiniGen(calibration=found), (8, 8, 8))
+
+
+def test_the_last_token_once_more_sees_its_whole_window():
+    """What loops of others feed behind a prompt, and queries of a layer that shares the keys."""
+    sizes = {"batch": 1, "kv_heads": 2, "head_dim": 8, "max_prompt": 32, "max_new": 8}
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 2, 21, 8)), jnp.float32) for _ in range(3))
+    last = [x[:, :, 20:] for x in (q, k, v)]
+    (plain,), (cache,) = (
+        kvjax.init_caches("full", num_layers=1, windows=(6,), repeats=repeats, **sizes)
+        for repeats in (False, True)
+    )
+    assert (plain.kv.slots, cache.kv.slots) == (6, 7)
+    prompt_of = functools.partial(kvjax.attend, phase="prompt")
+    step_of = functools.partial(kvjax.attend, positions=jnp.array([[20]]), phase="decode")
+    expected, cache = prompt_of(cache, q, k, v, jnp.arange(21)[None])
+    again, after = step_of(cache, *last, repeats=True)
+    np.testing.assert_allclose(again, expected[:, :, 20:], rtol=1e-5, atol=1e-6)
+    alone, _ = step_of(after, last[0], None, None)
+    np.testing.assert_allclose(alone, again, rtol=1e-5, atol=1e-6)
+    _, plain = prompt_of(plain, q, k, v, jnp.arange(21)[None])
+    for given in ({"k": last[1], "v": last[2], "repeats": True}, {"k": None, "v": None}):
+        with pytest.raises(ValueError, match=r"init_caches\(\.\.\., repeats=True\)"):
+            step_of(plain, last[0], **given)

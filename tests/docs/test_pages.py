@@ -15,6 +15,7 @@ from types import ModuleType
 import jax
 import pytest
 
+import kvjax
 from kvjax.cli.arguments import parser
 from kvjax.cli.situations import HEADINGS, methods_for
 from kvjax.cli.situations import page as page_of
@@ -87,6 +88,14 @@ def test_what_does_not_run_can_be_read(page):
         compile(block, str(page), "exec")
     for command in COMMAND.findall(page.read_text()):
         parser().parse_args(shlex.split(command))
+
+
+def test_texts_for_presses_of_kvpress_can_be_parsed():
+    table = (DOCS / "guides" / "from-kvpress.md").read_text().split("<!-- presses -->")[1]
+    texts = re.findall(r"^\| `\w+Press[^|]*\| `([^`|]+)` \|", table, flags=re.MULTILINE)
+    assert len(texts) == 14
+    for text in texts:
+        assert kvjax.parse(text)
 
 
 def test_every_method_has_a_page_with_its_picture():

@@ -109,12 +109,17 @@ def test_their_loop_and_ours_write_one_text():
 @pytest.mark.parametrize("method", ["every(snapkv(budget=12, window=4), steps=4)", "h2o(budget=9)"])
 def test_their_loop_flushes_and_adds_nothing_twice(method):
     caches, prompt = caches_of(method), jnp.array([PROMPTS[0]])
-    call = functools.partial(model().apply, params(), layers=())
-    _, caches = call(prompt, jnp.arange(34)[None], caches, phase="prompt")
+
+    def call(tokens, positions, caches):
+        guests = kvjax.guests.guest_caches(caches)
+        x, guests = TheirModel().apply(params(), tokens, positions, guests)
+        return head(params(), x), tuple(guest.cache for guest in guests)
+
+    _, caches = call(prompt, jnp.arange(34)[None], caches)
     text, interval = PROMPTS[0][-1:], kvjax.flush_interval(caches)
     for step in range(12):
         new = jnp.array([text[-1:]]), jnp.array([[33 + step]])
-        logits, caches = call(*new, caches, phase="decode")
+        logits, caches = call(*new, caches)
         text.append(int(logits[0, -1].argmax()))
         if interval and step and step % interval == 0:
             caches = kvjax.flush(caches)
