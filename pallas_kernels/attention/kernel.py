@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention.forms import Part, Reader, Rows, split
 from pallas_kernels.base import route
-from pallas_kernels.base.kernel_parts import dot, head_part, program_part, zero
+from pallas_kernels.base.kernel_parts import dot, dot_mixed, head_part, program_part, zero
 from pallas_kernels.base.logits import (
     Mask,
     Queries,
@@ -54,6 +54,7 @@ class _Refs(NamedTuple):
 
     query_position: Array
     q: Array
+    scale: Array | None  # multiplies each query's products with keys
     shift: Array | None  # added to each query's products with keys
     end: Array
     first: Array | None
@@ -72,7 +73,7 @@ class _Refs(NamedTuple):
 # The axes of the grid that choose a program's part of an array. Of any other array, a program gets
 # the part of the head that its list reads. `first` and `end` may have no axis of row tiles.
 _AXES = {
-    "query_position": (0,), "q": (0, 1), "shift": (0, 1), "end": (0, 1, 2), "first": (0, 1, 2),
+    "query_position": (0,), "q": (0, 1), "scale": (0, 1), "shift": (0, 1), "end": (0, 1, 2), "first": (0, 1, 2),
     "index": (0, 1), "out": (0, 1, 3), "lse": (0, 1, 3), "logits": (0, 1),
 }  # fmt: skip
 
@@ -139,6 +140,8 @@ def split_attention(
     if not batch * lists * rows * places:
         out, lse, logits = nothing(q, dtype, places, with_logits)
         return None if v is None else out, lse, logits
+    keys = k.reader.of_keys(launch.interpret) if turn is None else k.reader
+    values = None if v is None else v.reader.of_values(launch.interpret)
     query_bytes = row_bytes(channels, k.reader.dtype)
     row_tile = tile.rows(query_bytes, rows)
     row_tiles = pl.cdiv(rows, row_tile)
@@ -153,9 +156,9 @@ def split_attention(
         if turn.position is not seen.position:
             rotated["turn_position"] = turn.position
     arrays = _Refs(
-        queries.position, q.astype(k.reader.dtype).reshape(batch, lists, rows, channels), shift,
+        queries.position, *keys.cut(q.reshape(batch, lists, rows, channels)), shift,
         seen.end, seen.first, seen.index, seen.bias, seen.position,
-        k.arrays, None if v is None else v.arrays, **rotated,
+        keys.view(k.arrays), None if v is None else values.view(v.arrays), **rotated,
         out=None if v is None else jax.ShapeDtypeStruct(
             (batch, lists, splits, rows, channels), dtype if splits == 1 else jnp.float32
         ),
@@ -169,8 +172,8 @@ def split_attention(
         tree,
         _Sizes(row_tile, rows, tokens, places, block, splits),
         mask,
-        _keys(k.reader, turn),
-        _Values(None, []) if v is None else _Values(v.reader, split(0, channels, v.reader.grain)),
+        _keys(keys, turn),
+        _Values(None, []) if v is None else _Values(values, values.parts),
     )
     results = route.pallas_call(
         functools.partial(_kernel, plan=plan),
@@ -212,7 +215,9 @@ def _specs(arrays: _Refs, lists: int) -> _Refs:
 
 
 def _keys(reader: Reader, turn: Turn | None) -> _Keys:
-    pairs = 0 if turn is None else turn.inv_freq.shape[-1]
+    if turn is None:
+        return _Keys(reader, [], reader.parts, 1.0)
+    pairs = turn.inv_freq.shape[-1]
     turned, rest = [], reader.channels - 2 * pairs
     if pairs and turn.interleaved:
         grain = math.gcd(2 * pairs, reader.grain)
@@ -225,7 +230,7 @@ def _keys(reader: Reader, turn: Turn | None) -> _Keys:
         for at in range(0, pairs, grain):
             turned.append(_Pair(Part(at, grain), Part(pairs + at, grain), at))
     unrotated = split(2 * pairs, rest, math.gcd(2 * pairs, reader.grain))
-    return _Keys(reader, turned, unrotated, 1.0 if turn is None else turn.factor)
+    return _Keys(reader, turned, unrotated, turn.factor)
 
 
 def _float32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -242,31 +247,38 @@ def _kernel(*leaves, plan: _Plan):
     def cells(part: Part):
         return (row[:, None], part.numbers[None, :]), is_row[:, None] & part.there[None, :]
 
-    def queries(part: Part) -> Array:
-        cell, there = cells(part)
+    def queries(part: Part, limb: int = 0) -> Array:
+        (at, channel), there = cells(part)
+        cell = at, np.int32(limb), channel
         return route.load(refs.q.at[cell], mask=there, other=zero(refs.q.dtype))
 
     paired = [(pair, queries(pair.a), queries(pair.b)) for pair in plan.keys.pairs]
-    plain = [(part, queries(part)) for part in plan.keys.parts]
+    limbs = range(len(keys.limbs))
+    plain = [[queries(part, limb) for limb in limbs] for part in plan.keys.parts]
     # Padding rows of the tile get the position -1, at which a query sees nothing.
     token = jax.lax.rem(row, jnp.full_like(row, sizes.tokens))
     query_position = route.load(refs.query_position.at[token], mask=is_row, other=NOWHERE)
-    shift = None
-    if refs.shift is not None:
-        shift = route.load(refs.shift.at[row], mask=is_row, other=np.float32(0))
+    scale, shift = (
+        None if ref is None else route.load(ref.at[row], mask=is_row, other=np.float32(0))
+        for ref in (refs.scale, refs.shift)
+    )
     start, stop, first, end = _part(refs, plan)
     look = functools.partial(_look, refs, first, end, plan)
 
     def add(i, carry):
-        (slot, mass, position, turned, k_row, v_row), top, total, acc = carry
+        (slot, mass, position, turned, *rows), top, total, acc = carry
         # Addresses and masks are loaded one tile ahead. Loaded in the same round as the keys that
         # need them, they would keep the compiler from loading several tiles of keys at a time.
         ahead = look(i + 1)
-        # Free slots are not read: they cost nothing, and their contents cannot reach a sum.
+        slot = _places(i, plan) if slot is None else slot
         live = live_slots(mass, position)
-        k_row, v_row = (slot if x is None else x for x in (k_row, v_row))
-        products = _products(refs, plan, paired, plain, k_row, live, turned)
-        products = _times(products, keys.factor(refs.k, slot, k_row, live))
+        k_tile, v_tile = (
+            None if side.reader is None else _tile(side.reader, slot, row, live, refs, plan)
+            for side, row in zip((plan.keys, plan.values), rows, strict=True)
+        )
+        products = _products(refs, plan, paired, plain, k_tile, turned)
+        products = _times(products, keys.factor(refs.k, *k_tile))
+        products = products if scale is None else products * scale[:, None]
         products = products if shift is None else products + shift[:, None]
         logits = mask_tile(products, mass, position, live, query_position, plan.mask)
         if refs.logits is not None:
@@ -278,7 +290,7 @@ def _kernel(*leaves, plan: _Plan):
         weights, shrink = jnp.exp(logits - finite[:, None]), jnp.exp(top - finite)
         total = total * shrink + weights.sum(1)
         if acc:
-            values = _mix(refs, plan, weights, slot, v_row, live)
+            values = _mix(refs, plan, weights, v_tile, live)
             acc = tuple(a * shrink[:, None] + b for a, b in zip(acc, values, strict=True))
         return ahead, new_top, total, acc
 
@@ -291,18 +303,40 @@ def _kernel(*leaves, plan: _Plan):
     _, top, total, acc = jax.lax.fori_loop(start, stop, add, begin)
     for part, rows in zip(plan.values.parts, acc, strict=True):
         cell, there = cells(part)
-        rows = unscaled(rows, plan.values.reader.dtype) / or_one(total)[:, None]
+        rows = unscaled(rows, plan.values.reader.weights) / or_one(total)[:, None]
         route.store(refs.out.at[cell], rows.astype(refs.out.dtype), mask=there)
     route.store(refs.lse.at[row], top + jnp.log(total), mask=is_row)
 
 
-def _products(refs: _Refs, plan: _Plan, paired, plain, row, live, position) -> Array:
+class _Tile(NamedTuple):
+    """Slots of a tile, the addresses of their rows, and which rows are wanted; None: all."""
+
+    slot: Array
+    row: Array
+    wanted: Array | None
+
+
+def _tile(reader: Reader, slot, row: Array | None, live, refs: _Refs, plan: _Plan) -> _Tile:
+    """Returns what is read of keys or values.
+
+    Free slots are not read: they cost nothing, and their contents cannot reach a sum. Where they
+    hold nothing but numbers, they are read all the same. What is loaded then does not depend on the
+    mass and position of slots, which every thread would have to load for the rows that it reads.
+    """
+    if not reader.reads_free or refs.index is not None:
+        return _Tile(slot, slot if row is None else row, live)
+    if plan.sizes.places % plan.sizes.block:
+        slot = jnp.minimum(slot, plan.sizes.places - 1)
+    return _Tile(slot, slot, None)
+
+
+def _products(refs: _Refs, plan: _Plan, paired, plain, tile: _Tile, position) -> Array:
     """Multiplies the queries with the keys of a tile, after rotating some of their channels."""
+    reader, (_, *at) = plan.keys.reader, tile
     out = jnp.zeros((plan.sizes.rows, plan.sizes.block), jnp.float32)
     for pair, q_a, q_b in paired:
         a, b = (
-            plan.keys.reader.load(refs.k, part, row, live).astype(jnp.float32)
-            for part in (pair.a, pair.b)
+            reader.load(refs.k, part, *at).astype(jnp.float32) for part in (pair.a, pair.b)
         )
         frequency = route.load(
             refs.frequency.at[pair.first + jnp.arange(pair.a.width, dtype=jnp.int32)],
@@ -311,23 +345,32 @@ def _products(refs: _Refs, plan: _Plan, paired, plain, row, live, position) -> A
         turns = turns_of(position[:, None] * frequency[None, :])
         cos, sin = cos_sin_of_turns(turns, plan.keys.factor)
         for q, turned in ((q_a, a * cos - b * sin), (q_b, b * cos + a * sin)):
-            out += dot(q, turned.astype(plan.keys.reader.dtype).T)
-    for part, q in plain:
-        out += dot(q, plan.keys.reader.load(refs.k, part, row, live).T)
+            out += dot(q, turned.astype(reader.dtype).T)
+    sums: dict[float, Array] = {}
+    for limbs, keys in zip(plain, reader.rows(refs.k, plan.keys.parts, *at), strict=True):
+        for unit, limb in zip(reader.limbs, limbs, strict=True):
+            product = dot(limb, keys.T)
+            sums[unit] = sums[unit] + product if unit in sums else product
+    for unit, total in sums.items():
+        out += total.astype(jnp.float32) * unit
     return out
 
 
-def _mix(refs: _Refs, plan: _Plan, weights, slot, row, live) -> list[Array]:
+def _mix(refs: _Refs, plan: _Plan, weights, tile: _Tile, live) -> list[Array]:
     """Sums the values of a tile by their weights, part by part."""
-    reader = plan.values.reader
-    factor, unit = _in_reach(reader.factor(refs.v, slot, row, live), plan)
-    weights = as_weights(_times(weights, factor), reader.dtype)
-    return [unit * dot(weights, reader.load(refs.v, part, row, live)) for part in plan.values.parts]
+    reader, (_, *at) = plan.values.reader, tile
+    factor = reader.factor(refs.v, *tile)
+    if factor is not None and tile.wanted is None:
+        factor = jnp.where(live, factor, 0)
+    factor, unit = _in_reach(factor, plan)
+    weights = as_weights(_times(weights, factor), reader.weights)
+    rows = reader.rows(refs.v, plan.values.parts, *at)
+    return [unit * dot_mixed(weights, part) for part in rows]
 
 
 def _in_reach(factor: Float[Array, " N"] | None, plan: _Plan):
     """Returns factors over the greatest, and the greatest: float16 has no very small scales."""
-    if factor is None or plan.values.reader.dtype != jnp.float16:
+    if factor is None or plan.values.reader.weights != jnp.float16:
         return factor, 1.0
     unit = factor.max(0)
     unit = jnp.where(unit > 0, unit, 1.0)
@@ -359,7 +402,10 @@ def _places(i, plan: _Plan):
 
 
 def _look(refs: _Refs, first, end, plan: _Plan, i):
-    """Loads slots of tile i, with bias, position and addresses; a place without a slot is free."""
+    """Loads slots of tile i, with bias, position and addresses; a place without a slot is free.
+
+    Slots are None if they are the places.
+    """
     slot = place = _places(i, plan)
     there = (place >= first) & (place < end)
     if refs.index is not None:
@@ -374,7 +420,8 @@ def _look(refs: _Refs, first, end, plan: _Plan, i):
         None if side.reader is None else side.reader.address(arrays, slot, there)
         for side, arrays in ((plan.keys, refs.k), (plan.values, refs.v))
     )
-    return slot, mass, position, turned if refs.frequency is not None else None, *rows
+    listed = None if refs.index is None else slot
+    return listed, mass, position, turned if refs.frequency is not None else None, *rows
 
 
 def mask_tile(

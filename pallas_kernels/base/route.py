@@ -1,7 +1,7 @@
 """The route of all kernels to a GPU: Pallas lowered by way of Triton.
 
 JAX 0.10.2 to 0.12 lower a Pallas kernel by way of Triton; JAX has announced its removal since 0.11.
-The files of kernels take `pallas_call`, `load`, `store` and `debug_barrier` from here and nothing
+The files of kernels take `pallas_call`, `load`, `store`, `debug_barrier` and `by_words` from here and nothing
 of Triton from JAX, so that another route changes this file alone. Where JAX lacks the lowering,
 everything runs by XLA, and `check_route` says why a kernel does not.
 """
@@ -13,11 +13,19 @@ from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
+from jaxtyping import Array
 
 try:
-    from jax.experimental.pallas.triton import CompilerParams, debug_barrier, load, store
+    from jax.experimental.pallas.triton import (
+        CompilerParams,
+        debug_barrier,
+        elementwise_inline_asm,
+        load,
+        store,
+    )
 except ImportError:  # a JAX without the lowering
-    CompilerParams = debug_barrier = load = store = None
+    CompilerParams = debug_barrier = elementwise_inline_asm = load = store = None
 
 VERSIONS = "0.10.2 to 0.12"  # versions of JAX that have the lowering
 
@@ -68,3 +76,18 @@ def pallas_call(
     check_route()
     parameters = CompilerParams(num_warps=num_warps, num_stages=num_stages)
     return pl.pallas_call(kernel, compiler_params=parameters, **options)
+
+
+def by_words(asm: str, x: Array, dtype: DTypeLike) -> Array:
+    """Runs PTX for every two elements of 16 bits, in a kernel that is compiled.
+
+    Args:
+      asm: instructions, in which $0 stands for a word of the result and $1 for that of x.
+      x: elements of 16 bits, two in a word.
+      dtype: that of the result, of 16 bits.
+    """
+    result = jax.ShapeDtypeStruct(x.shape, dtype)
+    [words] = elementwise_inline_asm(
+        asm, args=[x], constraints="=r,r", pack=2, result_shape_dtypes=[result]
+    )
+    return words
