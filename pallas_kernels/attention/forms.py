@@ -6,6 +6,8 @@ kernel it gets references to the arrays of one row and head.
 
 from __future__ import annotations
 
+import functools
+import operator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -26,7 +28,8 @@ from pallas_kernels.formats.codebook import References
 # The exponent biases of float16 and float8 differ by 8, so bits of float8 that are read as float16
 # give a number that is too small by this factor.
 FLOAT8_SHIFT = 2.0**8
-LIMB = 254  # a limb's unit over that of the next, which is within 127, too
+LIMB = 254  # a limb's unit over that of the next
+MOST_WHOLE = 512  # channels whose products with limbs are within 31 bits
 
 
 class Part(NamedTuple):
@@ -108,21 +111,23 @@ class Reader:
         return split(0, self.channels, self.grain)
 
     @property
-    def limbs(self) -> tuple[float, ...]:
-        """Units of the limbs that `cut` cuts a query into."""
-        return (1.0,)
+    def limbs(self) -> int:
+        """Number of the limbs that `cut` cuts a query into."""
+        return 1
 
     def cut(
         self, q: Float[Array, "B K R D"]
     ) -> tuple[Array, Float[Array, "B K R"] | None]:
         """Cuts queries into limbs `[B, K, R, L, D]` that rows are multiplied with.
 
-        `q[c] = scale · Σ_l limbs[l, c] · unit[l]`, with the units of `self.limbs`.
-
         Returns:
           The limbs and the scale of each query; None: it is 1.
         """
         return q.astype(self.dtype)[:, :, :, None], None
+
+    def joined(self, products: list[Array]) -> Float[Array, "R N"]:
+        """Returns the products of queries with rows from those of their limbs."""
+        return functools.reduce(operator.add, products)
 
     def address(self, at: dict, slot: Int[Array, " N"], there: Bool[Array, " N"]) -> Array | None:
         """Loads the array rows that hold these slots, a tile ahead; None: the slots themselves."""
@@ -184,7 +189,7 @@ class EightBitReader(Reader):
 
     def of_keys(self, interpret):
         """Returns the reader of keys that are not rotated."""
-        return WholeKeys(**vars(self))
+        return self if self.channels > MOST_WHOLE else WholeKeys(**vars(self))
 
     def of_values(self, interpret):
         """Returns the reader of values."""
@@ -230,26 +235,27 @@ class Float8Reader(EightBitReader):
 class WholeKeys(EightBitReader):
     """Reads keys that are whole numbers, which matrix units multiply as they are.
 
-    A query becomes three such numbers for each channel. The first is a multiple of the scale, which
-    is the greatest of a query's numbers over 127. The others are what the ones before leave. All
-    three hold 23 bits.
+    A query becomes three such numbers for each channel: `q = scale · (a + b / 254 + c / 254²)`. The
+    scale is its greatest number over 127, and a is rounded. b and c are what the ones before leave,
+    within 127, too. All three hold 23 bits.
     """
 
-    @property
-    def limbs(self):
-        """Units of the three limbs."""
-        return (1.0, 1 / LIMB, 1 / LIMB**2)
+    limbs = 3
 
     def cut(self, q):
         """Cuts queries into whole numbers."""
         q = q.astype(jnp.float32)
         scale = jnp.abs(q).max(-1) / 127
         rest, limbs = q / or_one(scale)[..., None], []
-        for _ in self.limbs:
-            limb = jnp.round(rest)
-            limbs.append(limb.astype(jnp.int8))
-            rest = (rest - limb) * LIMB
-        return jnp.stack(limbs, axis=3), scale
+        for _ in range(self.limbs):
+            limbs.append(jnp.round(rest))
+            rest = (rest - limbs[-1]) * LIMB
+        return jnp.stack(limbs, axis=3).astype(jnp.int8), scale / LIMB
+
+    def joined(self, products):
+        """Returns the products over the scale that `cut` returns, which is a 254th of the above."""
+        a, b, c = products  # a is within 127² times the channels, and 254 · a + b within 31 bits
+        return (a * LIMB + b).astype(jnp.float32) + c.astype(jnp.float32) * np.float32(1 / LIMB)
 
     def load(self, at, part, row, wanted):
         """Loads channels of a part, unscaled."""
@@ -280,12 +286,12 @@ class PairedReader(EightBitReader):
     @property
     def limbs(self):
         """One limb in bfloat16, or three that hold all bits."""
-        return (1.0,) * (1 if self.dtype == jnp.bfloat16 else 3)
+        return 1 if self.dtype == jnp.bfloat16 else 3
 
     def cut(self, q):
         """Cuts queries into numbers of bfloat16."""
         rest, limbs = q.astype(jnp.float32), []
-        for _ in self.limbs:
+        for _ in range(self.limbs):
             limbs.append(leading_bits(rest))
             rest = rest - limbs[-1]
         return jnp.stack(limbs, axis=3).astype(jnp.bfloat16), None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -38,6 +39,7 @@ from pallas_kernels.base.tiles import Launch, power_of_two
 
 PARTS = 32  # parts that are joined at a time
 NOTHING = np.float32(-np.inf)
+LOG2_E = math.log2(math.e)
 NOWHERE = np.int32(-1)
 
 
@@ -253,15 +255,21 @@ def _kernel(*leaves, plan: _Plan):
         return route.load(refs.q.at[cell], mask=there, other=zero(refs.q.dtype))
 
     paired = [(pair, queries(pair.a), queries(pair.b)) for pair in plan.keys.pairs]
-    limbs = range(len(keys.limbs))
+    limbs = range(keys.limbs)
     plain = [[queries(part, limb) for limb in limbs] for part in plan.keys.parts]
-    # Padding rows of the tile get the position -1, at which a query sees nothing.
-    token = jax.lax.rem(row, jnp.full_like(row, sizes.tokens))
-    query_position = route.load(refs.query_position.at[token], mask=is_row, other=NOWHERE)
-    scale, shift = (
-        None if ref is None else route.load(ref.at[row], mask=is_row, other=np.float32(0))
-        for ref in (refs.scale, refs.shift)
-    )
+    if sizes.tokens == 1:
+        query_position = refs.query_position[0]
+    else:
+        # Padding rows of the tile get the position -1, at which a query sees nothing.
+        token = jax.lax.rem(row, jnp.full_like(row, sizes.tokens))
+        query_position = route.load(refs.query_position.at[token], mask=is_row, other=NOWHERE)
+    scale, shift = binary_scale(plan.mask), None
+    if refs.scale is not None:
+        of_query = route.load(refs.scale.at[row], mask=is_row, other=np.float32(0))
+        scale = (of_query * scale)[:, None]
+    if refs.shift is not None:
+        of_query = route.load(refs.shift.at[row], mask=is_row, other=np.float32(0))
+        shift = (of_query * binary_scale(plan.mask))[:, None]
     start, stop, first, end = _part(refs, plan)
     look = functools.partial(_look, refs, first, end, plan)
 
@@ -277,17 +285,17 @@ def _kernel(*leaves, plan: _Plan):
             for side, row in zip((plan.keys, plan.values), rows, strict=True)
         )
         products = _products(refs, plan, paired, plain, k_tile, turned)
-        products = _times(products, keys.factor(refs.k, *k_tile))
-        products = products if scale is None else products * scale[:, None]
-        products = products if shift is None else products + shift[:, None]
+        products = _times(products, _factor(keys, refs.k, k_tile, live))
+        products = products * scale
+        products = products if shift is None else products + shift
         logits = mask_tile(products, mass, position, live, query_position, plan.mask)
         if refs.logits is not None:
-            place = _places(i, plan)
+            place, natural = _places(i, plan), logits / LOG2_E
             inside = is_row[:, None] & (place < end)[None, :]
-            route.store(refs.logits.at[row[:, None], place[None, :]], logits, mask=inside)
+            route.store(refs.logits.at[row[:, None], place[None, :]], natural, mask=inside)
         new_top = jnp.maximum(top, logits.max(1))
         finite = finite_or_zero(new_top)
-        weights, shrink = jnp.exp(logits - finite[:, None]), jnp.exp(top - finite)
+        weights, shrink = jnp.exp2(logits - finite[:, None]), jnp.exp2(top - finite)
         total = total * shrink + weights.sum(1)
         if acc:
             values = _mix(refs, plan, weights, v_tile, live)
@@ -305,7 +313,7 @@ def _kernel(*leaves, plan: _Plan):
         cell, there = cells(part)
         rows = unscaled(rows, plan.values.reader.weights) / or_one(total)[:, None]
         route.store(refs.out.at[cell], rows.astype(refs.out.dtype), mask=there)
-    route.store(refs.lse.at[row], top + jnp.log(total), mask=is_row)
+    route.store(refs.lse.at[row], top / LOG2_E + jnp.log(total), mask=is_row)
 
 
 class _Tile(NamedTuple):
@@ -333,11 +341,9 @@ def _tile(reader: Reader, slot, row: Array | None, live, refs: _Refs, plan: _Pla
 def _products(refs: _Refs, plan: _Plan, paired, plain, tile: _Tile, position) -> Array:
     """Multiplies the queries with the keys of a tile, after rotating some of their channels."""
     reader, (_, *at) = plan.keys.reader, tile
-    out = jnp.zeros((plan.sizes.rows, plan.sizes.block), jnp.float32)
+    products: list[list[Array]] = []  # by part, those of each limb
     for pair, q_a, q_b in paired:
-        a, b = (
-            reader.load(refs.k, part, *at).astype(jnp.float32) for part in (pair.a, pair.b)
-        )
+        a, b = (reader.load(refs.k, part, *at).astype(jnp.float32) for part in (pair.a, pair.b))
         frequency = route.load(
             refs.frequency.at[pair.first + jnp.arange(pair.a.width, dtype=jnp.int32)],
             mask=pair.a.there, other=np.int32(0),
@@ -345,24 +351,25 @@ def _products(refs: _Refs, plan: _Plan, paired, plain, tile: _Tile, position) ->
         turns = turns_of(position[:, None] * frequency[None, :])
         cos, sin = cos_sin_of_turns(turns, plan.keys.factor)
         for q, turned in ((q_a, a * cos - b * sin), (q_b, b * cos + a * sin)):
-            out += dot(q, turned.astype(reader.dtype).T)
-    sums: dict[float, Array] = {}
+            products.append([dot(q, turned.astype(reader.dtype).T)])
     for limbs, keys in zip(plain, reader.rows(refs.k, plan.keys.parts, *at), strict=True):
-        for unit, limb in zip(reader.limbs, limbs, strict=True):
-            product = dot(limb, keys.T)
-            sums[unit] = sums[unit] + product if unit in sums else product
-    for unit, total in sums.items():
-        out += total.astype(jnp.float32) * unit
-    return out
+        products.append([dot(limb, keys.T) for limb in limbs])
+    of_limbs = [functools.reduce(operator.add, parts) for parts in zip(*products, strict=True)]
+    return reader.joined(of_limbs)
+
+
+def _factor(reader: Reader, at: dict, tile: _Tile, live) -> Array | None:
+    """Returns what loaded rows must still be multiplied by; 0 for free slots."""
+    factor = reader.factor(at, *tile)
+    if factor is None or tile.wanted is not None:
+        return factor
+    return jnp.where(live, factor, 0)
 
 
 def _mix(refs: _Refs, plan: _Plan, weights, tile: _Tile, live) -> list[Array]:
     """Sums the values of a tile by their weights, part by part."""
     reader, (_, *at) = plan.values.reader, tile
-    factor = reader.factor(refs.v, *tile)
-    if factor is not None and tile.wanted is None:
-        factor = jnp.where(live, factor, 0)
-    factor, unit = _in_reach(factor, plan)
+    factor, unit = _in_reach(_factor(reader, refs.v, tile, live), plan)
     weights = as_weights(_times(weights, factor), reader.weights)
     rows = reader.rows(refs.v, plan.values.parts, *at)
     return [unit * dot_mixed(weights, part) for part in rows]
@@ -424,23 +431,36 @@ def _look(refs: _Refs, first, end, plan: _Plan, i):
     return listed, mass, position, turned if refs.frequency is not None else None, *rows
 
 
+def binary_scale(mask: Mask) -> float:
+    """Returns what products are multiplied by before `mask_tile` gets them."""
+    return mask.scale * (LOG2_E if mask.soft_cap is None else 1.0)
+
+
 def mask_tile(
     products: Float[Array, "R N"],
     mass: Float[Array, " N"],
     position: Int[Array, " N"],
     live: Bool[Array, " N"],
-    query_position: Int[Array, " R"],
+    query_position: Int[Array, " R"] | Int[Array, ""],
     mask: Mask,
 ) -> Float[Array, "R N"]:
-    """Returns masked logits of a tile of slots and queries at `query_position`.
+    """Returns masked logits of a tile of slots and queries at `query_position`, times log2(e).
 
-    They are those of `mask_products`.
+    They are those of `mask_products`. With the factor, a weight is a power of 2, which a GPU
+    computes by one instruction. `products` are scaled by `binary_scale`, and finite where slots are
+    not live. If all queries have one position, the mask is one number for each slot.
     """
-    logits = capped(products * mask.scale, mask.soft_cap)
-    visible = live[None, :] & (position[None, :] <= query_position[:, None])
+    if mask.soft_cap is not None:
+        products = capped(products, mask.soft_cap) * LOG2_E
+    mass, one_position = mass * LOG2_E, query_position.ndim == 0
+    place = position if one_position else position[None, :]
+    newest = query_position if one_position else query_position[:, None]
+    visible = place <= newest
     if mask.window is not None:
-        visible &= position[None, :] > query_position[:, None] - mask.window
-    return jnp.where(visible, logits + mass[None, :], -jnp.inf)
+        visible &= place > newest - mask.window
+    if one_position:
+        return products + jnp.where(live & visible, mass, -jnp.inf)[None, :]
+    return jnp.where(visible, products + jnp.where(live, mass, -jnp.inf)[None, :], -jnp.inf)
 
 
 def _join(

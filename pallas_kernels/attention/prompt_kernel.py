@@ -18,8 +18,10 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.attention.forms import dense_rows
 from pallas_kernels.attention.kernel import (
+    LOG2_E,
     NOTHING,
     NOWHERE,
+    binary_scale,
     mask_tile,
     row_bytes,
     split_attention,
@@ -61,7 +63,7 @@ def attention_by_kernel(
 
 
 class _Reduction(NamedTuple):
-    """How an operation reduces the log-probabilities of a slot, `logit - lse` of each query."""
+    """How an operation reduces log2 of the probabilities that a slot gets from the queries."""
 
     start: float
     add: Callable[[Array, Array], Array]  # adds a tile `[R, N]` of them to those before
@@ -69,9 +71,9 @@ class _Reduction(NamedTuple):
 
 
 REDUCTIONS = {
-    "column_sums": _Reduction(0.0, lambda sums, x: sums + jnp.exp(x), lambda sums: sums.sum(0)),
+    "column_sums": _Reduction(0.0, lambda sums, x: sums + jnp.exp2(x), lambda sums: sums.sum(0)),
     # The largest probability is that of the largest logarithm: one exponential for each slot.
-    "column_maxima": _Reduction(-jnp.inf, jnp.maximum, lambda top: jnp.exp(top.max(0))),
+    "column_maxima": _Reduction(-jnp.inf, jnp.maximum, lambda top: jnp.exp2(top.max(0))),
 }
 
 
@@ -155,8 +157,9 @@ def _kernel(*refs, plan: _Plan):
         query_position = route.load(refs.query_position.at[token], mask=is_token, other=NOWHERE)
         lse = route.load(refs.lse.at[token], mask=is_token, other=NOTHING)
         products = dot(load_rows(refs.q, token, is_token, SMALLEST), keys)
+        products = products * binary_scale(plan.mask)
         logits = mask_tile(products, mass, position, live, query_position, plan.mask)
-        return plan.reduction.add(reduced, logits - finite_or_zero(lse)[:, None])
+        return plan.reduction.add(reduced, logits - (finite_or_zero(lse) * LOG2_E)[:, None])
 
     # A tile's queries are reduced across threads, so this is done once, after the loop.
     start = jnp.full((plan.rows, plan.block), plan.reduction.start, jnp.float32)
