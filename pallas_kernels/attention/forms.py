@@ -115,9 +115,7 @@ class Reader:
         """Number of the limbs that `cut` cuts a query into."""
         return 1
 
-    def cut(
-        self, q: Float[Array, "B K R D"]
-    ) -> tuple[Array, Float[Array, "B K R"] | None]:
+    def cut(self, q: Float[Array, "B K R D"]) -> tuple[Array, Float[Array, "B K R"] | None]:
         """Cuts queries into limbs `[B, K, R, L, D]` that rows are multiplied with.
 
         Returns:

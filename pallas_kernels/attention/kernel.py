@@ -75,8 +75,8 @@ class _Refs(NamedTuple):
 # The axes of the grid that choose a program's part of an array. Of any other array, a program gets
 # the part of the head that its list reads. `first` and `end` may have no axis of row tiles.
 _AXES = {
-    "query_position": (0,), "q": (0, 1), "scale": (0, 1), "shift": (0, 1), "end": (0, 1, 2), "first": (0, 1, 2),
-    "index": (0, 1), "out": (0, 1, 3), "lse": (0, 1, 3), "logits": (0, 1),
+    "query_position": (0,), "q": (0, 1), "scale": (0, 1), "shift": (0, 1), "end": (0, 1, 2),
+    "first": (0, 1, 2), "index": (0, 1), "out": (0, 1, 3), "lse": (0, 1, 3), "logits": (0, 1),
 }  # fmt: skip
 
 
@@ -115,6 +115,7 @@ class _Plan(NamedTuple):
     mask: Mask
     keys: _Keys
     values: _Values
+    interpret: bool
 
 
 def split_attention(
@@ -176,6 +177,7 @@ def split_attention(
         mask,
         _keys(keys, turn),
         _Values(None, []) if v is None else _Values(values, values.parts),
+        launch.interpret,
     )
     results = route.pallas_call(
         functools.partial(_kernel, plan=plan),
@@ -295,7 +297,8 @@ def _kernel(*leaves, plan: _Plan):
             route.store(refs.logits.at[row[:, None], place[None, :]], natural, mask=inside)
         new_top = jnp.maximum(top, logits.max(1))
         finite = finite_or_zero(new_top)
-        weights, shrink = jnp.exp2(logits - finite[:, None]), jnp.exp2(top - finite)
+        weights = route.exp2(logits - finite[:, None], plan.interpret)
+        shrink = route.exp2(top - finite, plan.interpret)
         total = total * shrink + weights.sum(1)
         if acc:
             values = _mix(refs, plan, weights, v_tile, live)

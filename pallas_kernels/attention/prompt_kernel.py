@@ -66,14 +66,18 @@ class _Reduction(NamedTuple):
     """How an operation reduces log2 of the probabilities that a slot gets from the queries."""
 
     start: float
-    add: Callable[[Array, Array], Array]  # adds a tile `[R, N]` of them to those before
+    add: Callable[[Array, Array, bool], Array]  # adds a tile `[R, N]` of them to those before
     end: Callable[[Array], Array]  # `[R, N]` to `[N]`
 
 
 REDUCTIONS = {
-    "column_sums": _Reduction(0.0, lambda sums, x: sums + jnp.exp2(x), lambda sums: sums.sum(0)),
+    "column_sums": _Reduction(
+        0.0, lambda sums, x, interpret: sums + route.exp2(x, interpret), lambda sums: sums.sum(0)
+    ),
     # The largest probability is that of the largest logarithm: one exponential for each slot.
-    "column_maxima": _Reduction(-jnp.inf, jnp.maximum, lambda top: jnp.exp2(top.max(0))),
+    "column_maxima": _Reduction(
+        -jnp.inf, lambda top, x, _: jnp.maximum(top, x), lambda top: jnp.exp2(top.max(0))
+    ),
 }
 
 
@@ -100,6 +104,7 @@ class _Plan(NamedTuple):
     slots: int
     mask: Mask
     reduction: _Reduction
+    interpret: bool
 
 
 def columns_by_kernel(
@@ -120,7 +125,7 @@ def columns_by_kernel(
     query_bytes = row_bytes(channels, k.dtype)
     rows, block = tile.rows(query_bytes, tokens), tile.block(channels * k.dtype.itemsize, slots)
     first, end = hull(meets(queries.position, seen, mask.window, rows, block), 2)
-    plan = _Plan(rows, tokens, block, slots, mask, REDUCTIONS[operation])
+    plan = _Plan(rows, tokens, block, slots, mask, REDUCTIONS[operation], launch.interpret)
     # Query heads are the first axis of the grid: heads that run at the same time share the keys.
     row, head, query_head = (1,), (1, 2), (1, 2, 0)
     axes = _Refs(row, query_head, query_head, (1, 2, 3), (1, 2, 3), head, head, head, query_head)
@@ -159,7 +164,8 @@ def _kernel(*refs, plan: _Plan):
         products = dot(load_rows(refs.q, token, is_token, SMALLEST), keys)
         products = products * binary_scale(plan.mask)
         logits = mask_tile(products, mass, position, live, query_position, plan.mask)
-        return plan.reduction.add(reduced, logits - (finite_or_zero(lse) * LOG2_E)[:, None])
+        logits = logits - (finite_or_zero(lse) * LOG2_E)[:, None]
+        return plan.reduction.add(reduced, logits, plan.interpret)
 
     # A tile's queries are reduced across threads, so this is done once, after the loop.
     start = jnp.full((plan.rows, plan.block), plan.reduction.start, jnp.float32)

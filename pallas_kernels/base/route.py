@@ -1,9 +1,9 @@
 """The route of all kernels to a GPU: Pallas lowered by way of Triton.
 
 JAX 0.10.2 to 0.12 lower a Pallas kernel by way of Triton; JAX has announced its removal since 0.11.
-The files of kernels take `pallas_call`, `load`, `store`, `debug_barrier` and `by_words` from here and nothing
-of Triton from JAX, so that another route changes this file alone. Where JAX lacks the lowering,
-everything runs by XLA, and `check_route` says why a kernel does not.
+The files of kernels take `pallas_call`, `load`, `store`, `debug_barrier`, `by_words` and `exp2` from
+here and nothing of Triton from JAX, so that another route changes this file alone. Where JAX lacks
+the lowering, everything runs by XLA, and `check_route` says why a kernel does not.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array
@@ -91,3 +92,25 @@ def by_words(asm: str, x: Array, dtype: DTypeLike) -> Array:
         asm, args=[x], constraints="=r,r", pack=2, result_shape_dtypes=[result]
     )
     return words
+
+
+def exp2(x: Array, interpret: bool) -> Array:
+    """Returns `2**x` in float32 by one instruction; below 2^-126, 0.
+
+    JAX's function takes four for the sake of the numbers down to 2^-149. An interpreted kernel
+    takes it all the same.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels.base import route
+      >>> route.exp2(jnp.array([-1.0, -jnp.inf]), interpret=True).tolist()
+      [0.5, 0.0]
+    """
+    if interpret:
+        return jnp.exp2(x)
+    result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    [power] = elementwise_inline_asm(
+        "ex2.approx.ftz.f32 $0, $1;", args=[x], constraints="=f,f", pack=1,
+        result_shape_dtypes=[result],
+    )  # fmt: skip
+    return power

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.base import route
-from pallas_kernels.base.kernel_parts import dot, dot_mixed, load_rows, program_part
+from pallas_kernels.base.kernel_parts import dot_mixed, load_rows, program_part
 from pallas_kernels.base.tiles import SMALLEST, Tile, power_of_two
 from pallas_kernels.grouping.cosine import inverse_length, round_cosine
 
