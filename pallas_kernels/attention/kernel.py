@@ -60,6 +60,8 @@ class _Refs(NamedTuple):
     shift: Array | None  # added to each query's products with keys
     end: Array
     first: Array | None
+    plain_first: Array | None  # tiles whose slots all queries see, and that have no bias
+    plain_end: Array | None
     index: Array | None
     bias: Array
     position: Array
@@ -76,7 +78,7 @@ class _Refs(NamedTuple):
 # the part of the head that its list reads. `first` and `end` may have no axis of row tiles.
 _AXES = {
     "query_position": (0,), "q": (0, 1), "scale": (0, 1), "shift": (0, 1), "end": (0, 1, 2),
-    "first": (0, 1, 2), "index": (0, 1), "out": (0, 1, 3), "lse": (0, 1, 3), "logits": (0, 1),
+    "first": (0, 1, 2), "plain_first": (0, 1, 2), "plain_end": (0, 1, 2), "index": (0, 1), "out": (0, 1, 3), "lse": (0, 1, 3), "logits": (0, 1),
 }  # fmt: skip
 
 
@@ -128,6 +130,7 @@ def split_attention(
     *,
     with_logits: bool,
     dtype: DTypeLike,
+    plain: tuple[Int[Array, "B K I"] | None, Int[Array, "B K I"] | None] = (None, None),
 ) -> tuple[
     Float[Array, "B K G T D"] | None, Float[Array, "B K G T"], Float[Array, "B K G T N"] | None
 ]:
@@ -135,7 +138,8 @@ def split_attention(
 
     K is H or a multiple of it: list k reads head `k // (K / H)`. Without values there is no output.
     Logits are written only for tiles that are read. All other logits are undefined, and the caller
-    must mask them. The caller gives the end of the places that are seen.
+    must mask them. The caller gives the end of the places that are seen, and may say of each tile
+    of query rows which tiles of dense slots, from the first of `plain` to the end, need no mask.
     """
     q, turn, tile = queries.q, seen.turn, launch.tile
     batch, lists, group, tokens, channels = q.shape
@@ -160,7 +164,7 @@ def split_attention(
             rotated["turn_position"] = turn.position
     arrays = _Refs(
         queries.position, *keys.cut(q.reshape(batch, lists, rows, channels)), shift,
-        seen.end, seen.first, seen.index, seen.bias, seen.position,
+        seen.end, seen.first, *plain, seen.index, seen.bias, seen.position,
         keys.view(k.arrays), None if v is None else values.view(v.arrays), **rotated,
         out=None if v is None else jax.ShapeDtypeStruct(
             (batch, lists, splits, rows, channels), dtype if splits == 1 else jnp.float32
@@ -275,43 +279,65 @@ def _kernel(*leaves, plan: _Plan):
     start, stop, first, end = _part(refs, plan)
     look = functools.partial(_look, refs, first, end, plan)
 
-    def add(i, carry):
-        (slot, mass, position, turned, *rows), top, total, acc = carry
-        # Addresses and masks are loaded one tile ahead. Loaded in the same round as the keys that
-        # need them, they would keep the compiler from loading several tiles of keys at a time.
-        ahead = look(i + 1)
-        slot = _places(i, plan) if slot is None else slot
-        live = live_slots(mass, position)
-        k_tile, v_tile = (
-            None if side.reader is None else _tile(side.reader, slot, row, live, refs, plan)
-            for side, row in zip((plan.keys, plan.values), rows, strict=True)
-        )
+    def add(i, state, ahead=None):
+        """Adds tile i; without what `look` has loaded of it, all queries see all of its slots."""
+        top, total, acc = state
+        if ahead is None:
+            slot = _places(i, plan)
+            live, k_tile, v_tile = None, *(_Tile(slot, slot, None),) * 2
+            turned = None
+        else:
+            slot, mass, position, turned, *rows = ahead
+            slot = _places(i, plan) if slot is None else slot
+            live = live_slots(mass, position)
+            k_tile, v_tile = (
+                None if side.reader is None else _tile(side.reader, slot, row, live, refs, plan)
+                for side, row in zip((plan.keys, plan.values), rows, strict=True)
+            )
         products = _products(refs, plan, paired, plain, k_tile, turned)
         products = _times(products, _factor(keys, refs.k, k_tile, live))
         products = products * scale
-        products = products if shift is None else products + shift
-        logits = mask_tile(products, mass, position, live, query_position, plan.mask)
+        logits = binary_logits(products if shift is None else products + shift, plan.mask)
+        if ahead is not None:
+            logits = mask_tile(logits, mass, position, live, query_position, plan.mask.window)
         if refs.logits is not None:
             place, natural = _places(i, plan), logits / LOG2_E
             inside = is_row[:, None] & (place < end)[None, :]
             route.store(refs.logits.at[row[:, None], place[None, :]], natural, mask=inside)
         new_top = jnp.maximum(top, logits.max(1))
-        finite = finite_or_zero(new_top)
+        finite = new_top if ahead is None else finite_or_zero(new_top)
         weights = route.exp2(logits - finite[:, None], plan.interpret)
         shrink = route.exp2(top - finite, plan.interpret)
         total = total * shrink + weights.sum(1)
         if acc:
             values = _mix(refs, plan, weights, v_tile, live)
             acc = tuple(a * shrink[:, None] + b for a, b in zip(acc, values, strict=True))
-        return ahead, new_top, total, acc
+        return new_top, total, acc
 
-    begin = (
-        look(start),
+    state = (
         jnp.full((sizes.rows,), -jnp.inf, jnp.float32),
         jnp.zeros((sizes.rows,), jnp.float32),
         tuple(jnp.zeros((sizes.rows, part.width), jnp.float32) for part in plan.values.parts),
     )
-    _, top, total, acc = jax.lax.fori_loop(start, stop, add, begin)
+    skipped, skip_at = jnp.int32(0), stop
+    if refs.plain_first is not None:
+        skip_at = jnp.clip(refs.plain_first[...], start, stop)
+        plain_end = jnp.clip(refs.plain_end[...], skip_at, stop)
+        skipped = plain_end - skip_at
+        state = jax.lax.fori_loop(skip_at, plain_end, add, state)
+
+    def tile(n):
+        """Returns the number of the n-th tile of those that are masked."""
+        return n if refs.plain_first is None else jnp.where(n < skip_at, n, n + skipped)
+
+    def add_masked(n, carry):
+        # Addresses and masks are loaded one tile ahead. Loaded in the same round as the keys that
+        # need them, they would keep the compiler from loading several tiles of keys at a time.
+        ahead, state = carry
+        return look(tile(n + 1)), add(tile(n), state, ahead)
+
+    begin = look(tile(start)), state
+    _, (top, total, acc) = jax.lax.fori_loop(start, stop - skipped, add_masked, begin)
     for part, rows in zip(plan.values.parts, acc, strict=True):
         cell, there = cells(part)
         rows = unscaled(rows, plan.values.reader.weights) / or_one(total)[:, None]
@@ -435,35 +461,40 @@ def _look(refs: _Refs, first, end, plan: _Plan, i):
 
 
 def binary_scale(mask: Mask) -> float:
-    """Returns what products are multiplied by before `mask_tile` gets them."""
+    """Returns what products are multiplied by before `binary_logits` gets them."""
     return mask.scale * (LOG2_E if mask.soft_cap is None else 1.0)
 
 
+def binary_logits(products: Float[Array, "R N"], mask: Mask) -> Float[Array, "R N"]:
+    """Returns logits without bias and mask, times log2(e), of scaled products.
+
+    With the factor, a weight is a power of 2, which a GPU computes by one instruction.
+    """
+    return products if mask.soft_cap is None else capped(products, mask.soft_cap) * LOG2_E
+
+
 def mask_tile(
-    products: Float[Array, "R N"],
+    logits: Float[Array, "R N"],
     mass: Float[Array, " N"],
     position: Int[Array, " N"],
     live: Bool[Array, " N"],
     query_position: Int[Array, " R"] | Int[Array, ""],
-    mask: Mask,
+    window: int | None,
 ) -> Float[Array, "R N"]:
-    """Returns masked logits of a tile of slots and queries at `query_position`, times log2(e).
+    """Adds the bias to `binary_logits`, and masks them as `masked` does.
 
-    They are those of `mask_products`. With the factor, a weight is a power of 2, which a GPU
-    computes by one instruction. `products` are scaled by `binary_scale`, and finite where slots are
-    not live. If all queries have one position, the mask is one number for each slot.
+    They are finite where slots are not live. If all queries have one position, the mask is one
+    number for each slot.
     """
-    if mask.soft_cap is not None:
-        products = capped(products, mask.soft_cap) * LOG2_E
     mass, one_position = mass * LOG2_E, query_position.ndim == 0
     place = position if one_position else position[None, :]
     newest = query_position if one_position else query_position[:, None]
     visible = place <= newest
-    if mask.window is not None:
-        visible &= place > newest - mask.window
+    if window is not None:
+        visible &= place > newest - window
     if one_position:
-        return products + jnp.where(live & visible, mass, -jnp.inf)[None, :]
-    return jnp.where(visible, products + jnp.where(live, mass, -jnp.inf)[None, :], -jnp.inf)
+        return logits + jnp.where(live & visible, mass, -jnp.inf)[None, :]
+    return jnp.where(visible, logits + jnp.where(live, mass, -jnp.inf)[None, :], -jnp.inf)
 
 
 def _join(

@@ -21,6 +21,7 @@ from pallas_kernels.attention.kernel import (
     LOG2_E,
     NOTHING,
     NOWHERE,
+    binary_logits,
     binary_scale,
     mask_tile,
     row_bytes,
@@ -29,7 +30,7 @@ from pallas_kernels.attention.kernel import (
 from pallas_kernels.base import route
 from pallas_kernels.base.kernel_parts import dot, load_rows, program_part
 from pallas_kernels.base.logits import Mask, Queries, Seen, finite_or_zero, live_slots
-from pallas_kernels.base.seen_blocks import hull, meets
+from pallas_kernels.base.seen_blocks import first_run, hull, meets, sees_all
 from pallas_kernels.base.tiles import SMALLEST, Launch
 
 
@@ -50,11 +51,12 @@ def attention_by_kernel(
     _, _, group, tokens, channels = queries.q.shape
     rows = launch.tile.rows(row_bytes(channels, k.dtype), group * tokens)
     block = launch.tile.block(keys.reader.row_bytes, k.shape[2])
-    met = meets(jnp.tile(queries.position, (1, group)), seen, mask.window, rows, block)
+    position = jnp.tile(queries.position, (1, group))
+    met, plain = (of(position, seen, mask.window, rows, block) for of in (meets, sees_all))
     first, end = (block * x for x in hull(met, 3))
     out, lse, _ = split_attention(
         queries, keys, values, seen._replace(first=first, end=end), mask, launch,
-        with_logits=False, dtype=k.dtype if v is None else v.dtype,
+        with_logits=False, dtype=k.dtype if v is None else v.dtype, plain=first_run(plain, 3),
     )  # fmt: skip
     return out, lse
 
@@ -162,8 +164,8 @@ def _kernel(*refs, plan: _Plan):
         query_position = route.load(refs.query_position.at[token], mask=is_token, other=NOWHERE)
         lse = route.load(refs.lse.at[token], mask=is_token, other=NOTHING)
         products = dot(load_rows(refs.q, token, is_token, SMALLEST), keys)
-        products = products * binary_scale(plan.mask)
-        logits = mask_tile(products, mass, position, live, query_position, plan.mask)
+        logits = binary_logits(products * binary_scale(plan.mask), plan.mask)
+        logits = mask_tile(logits, mass, position, live, query_position, plan.mask.window)
         logits = logits - (finite_or_zero(lse) * LOG2_E)[:, None]
         return plan.reduction.add(reduced, logits, plan.interpret)
 

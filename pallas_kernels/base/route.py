@@ -1,8 +1,8 @@
 """The route of all kernels to a GPU: Pallas lowered by way of Triton.
 
 JAX 0.10.2 to 0.12 lower a Pallas kernel by way of Triton; JAX has announced its removal since 0.11.
-The files of kernels take `pallas_call`, `load`, `store`, `debug_barrier`, `by_words` and `exp2` from
-here and nothing of Triton from JAX, so that another route changes this file alone. Where JAX lacks
+The files of kernels take all that they need of it from here (`pallas_call`, `load`, `store`,
+`debug_barrier`, `by_words`, `exp2`), so that another route changes this file alone. Where JAX lacks
 the lowering, everything runs by XLA, and `check_route` says why a kernel does not.
 """
 
