@@ -78,7 +78,8 @@ class _Refs(NamedTuple):
 # the part of the head that its list reads. `first` and `end` may have no axis of row tiles.
 _AXES = {
     "query_position": (0,), "q": (0, 1), "scale": (0, 1), "shift": (0, 1), "end": (0, 1, 2),
-    "first": (0, 1, 2), "plain_first": (0, 1, 2), "plain_end": (0, 1, 2), "index": (0, 1), "out": (0, 1, 3), "lse": (0, 1, 3), "logits": (0, 1),
+    "first": (0, 1, 2), "plain_first": (0, 1, 2), "plain_end": (0, 1, 2), "index": (0, 1),
+    "out": (0, 1, 3), "lse": (0, 1, 3), "logits": (0, 1),
 }  # fmt: skip
 
 
