@@ -312,6 +312,17 @@ class FourBitReader(Reader):
 
     group: int
     axis: Axis
+    scale_dtype: jnp.dtype
+
+    def of_keys(self, interpret):
+        """Returns the reader of keys that are not rotated."""
+        return self.of_values(interpret)
+
+    def of_values(self, interpret):
+        """Returns the reader of values."""
+        if {self.dtype, self.scale_dtype} != {jnp.dtype(jnp.bfloat16)} or self.channels % 4:
+            return self
+        return FourBitWords(**vars(self), interpret=interpret)
 
     def load(self, at, part, row, wanted):
         """Loads and decodes channels of a part."""
@@ -343,6 +354,61 @@ class FourBitReader(Reader):
         return _load_columns(ref, row, column, mask).astype(jnp.float32)
 
 
+@dataclass(frozen=True)
+class FourBitWords(FourBitReader):
+    """Reads 4-bit numbers two bytes at a time, and decodes them to bfloat16 in words."""
+
+    interpret: bool
+
+    @property
+    def reads_free(self):
+        """Whatever is not a number becomes one."""
+        return True
+
+    @property
+    def parts(self):
+        """Channels whose numbers stand in the same bits of two bytes, from the first bits on."""
+        half = self.channels // 2
+        firsts = 0, half, 1, half + 1
+        return [Part(first, self.channels // 4, stride=2) for first in firsts]
+
+    def view(self, arrays):
+        """Returns the arrays with two bytes as a number, and two channels' scales as well."""
+        two = {"values": jnp.uint16}
+        if self.axis == "channel":
+            two |= dict.fromkeys(("scale", "low"), jnp.uint32)
+        return arrays | {
+            name: jax.lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 2), two[name])
+            for name, x in arrays.items() if name in two
+        }  # fmt: skip
+
+    def rows(self, at, parts, row, wanted):
+        """Loads and decodes all channels."""
+        pairs = _load(at["values"], row, Part(0, self.channels // 4), wanted)
+        decoded = []
+        for number, part in enumerate(parts):
+            scale, low = (self._of_part(at[name], part, row, wanted) for name in ("scale", "low"))
+            decoded.append(words.four_bits(pairs, 4 * number, scale, low, self.interpret))
+        return decoded
+
+    def _of_part(self, ref, part: Part, row: Array, wanted: Array | None) -> Array:
+        """Loads the scale or low of each number of a part, `[N, W]`."""
+        if self.axis == "channel":
+            row = jax.lax.div(row, jnp.full_like(row, self.group))
+            both = _load(ref, row, Part(part.first // 2, part.count), wanted)
+            one = (both >> np.uint32(16 * (part.first % 2))).astype(jnp.uint16)
+            return jax.lax.bitcast_convert_type(one, jnp.bfloat16)
+        column = jnp.arange(part.width, dtype=jnp.int32)[None, :]
+        first, last = (x // self.group for x in (part.first, part.last))
+        found = None
+        for group in range(first, last + 1):
+            of_group = route.load(ref.at[row, group], mask=wanted, other=_other(ref.dtype, wanted))
+            of_group = jnp.broadcast_to(of_group[:, None], (row.size, part.width))
+            begin = -(-(group * self.group - part.first) // part.stride)
+            found = of_group if found is None else jnp.where(column < begin, found, of_group)
+        return found
+
+
 def quantized_rows(encoded: Encoded, dtype: DTypeLike, axis: Axis = "token") -> Rows:
     """Returns 8-bit or 4-bit rows with a reader that decodes them to `dtype`."""
     values, scale, low = encoded
@@ -358,7 +424,8 @@ def quantized_rows(encoded: Encoded, dtype: DTypeLike, axis: Axis = "token") -> 
     else:
         group, grain = values.shape[2] // scale.shape[2], bytes_of_row
         row_bytes *= scale.dtype.itemsize  # scale and low of every number are loaded beside it
-    reader = FourBitReader(channels, grain, row_bytes, jnp.dtype(dtype), group, axis)
+    dtypes = jnp.dtype(dtype), jnp.dtype(scale.dtype)
+    reader = FourBitReader(channels, grain, row_bytes, dtypes[0], group, axis, dtypes[1])
     return Rows(reader, {**arrays, "low": low})
 
 

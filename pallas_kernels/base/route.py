@@ -8,7 +8,7 @@ the lowering, everything runs by XLA, and `check_route` says why a kernel does n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -79,17 +79,19 @@ def pallas_call(
     return pl.pallas_call(kernel, compiler_params=parameters, **options)
 
 
-def by_words(asm: str, x: Array, dtype: DTypeLike) -> Array:
+def by_words(asm: str, arrays: Sequence[Array], dtype: DTypeLike) -> Array:
     """Runs PTX for every two elements of 16 bits, in a kernel that is compiled.
 
     Args:
-      asm: instructions, in which $0 stands for a word of the result and $1 for that of x.
-      x: elements of 16 bits, two in a word.
+      asm: instructions, in which $0 stands for a word of the result, and $1, $2, ... for those of
+        the arrays.
+      arrays: arrays of one shape and 16 bits, two elements in a word.
       dtype: that of the result, of 16 bits.
     """
-    result = jax.ShapeDtypeStruct(x.shape, dtype)
+    result = jax.ShapeDtypeStruct(arrays[0].shape, dtype)
+    constraints = ",".join(["=r", *["r"] * len(arrays)])
     [words] = elementwise_inline_asm(
-        asm, args=[x], constraints="=r,r", pack=2, result_shape_dtypes=[result]
+        asm, args=list(arrays), constraints=constraints, pack=2, result_shape_dtypes=[result]
     )
     return words
 
