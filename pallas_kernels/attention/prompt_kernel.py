@@ -91,6 +91,8 @@ class _Refs(NamedTuple):
     lse: Array
     first: Array  # first tile of queries
     end: Array  # end of the tiles of queries
+    plain_first: Array  # first tile of queries that see all slots, which have no bias
+    plain_end: Array
     bias: Array
     position: Array
     k: Array
@@ -126,13 +128,14 @@ def columns_by_kernel(
         return jnp.zeros(out.shape, out.dtype)
     query_bytes = row_bytes(channels, k.dtype)
     rows, block = tile.rows(query_bytes, tokens), tile.block(channels * k.dtype.itemsize, slots)
-    first, end = hull(meets(queries.position, seen, mask.window, rows, block), 2)
+    given = queries.position, seen, mask.window, rows, block
+    tiles = *hull(meets(*given), 2), *first_run(sees_all(*given), 2)
     plan = _Plan(rows, tokens, block, slots, mask, REDUCTIONS[operation], launch.interpret)
     # Query heads are the first axis of the grid: heads that run at the same time share the keys.
     row, head, query_head = (1,), (1, 2), (1, 2, 0)
-    axes = _Refs(row, query_head, query_head, (1, 2, 3), (1, 2, 3), head, head, head, query_head)
+    axes = _Refs(row, query_head, query_head, *[(1, 2, 3)] * 4, head, head, head, query_head)
     arrays = _Refs(
-        queries.position, q.astype(k.dtype), lse, first, end, seen.bias, seen.position, k, out
+        queries.position, q.astype(k.dtype), lse, *tiles, seen.bias, seen.position, k, out
     )
     specs = [program_part(x, axis) for x, axis in zip(arrays, axes, strict=True)]
     return route.pallas_call(
@@ -158,18 +161,28 @@ def _kernel(*refs, plan: _Plan):
     live = live_slots(mass, position)
     keys = load_rows(refs.k, slot, live, SMALLEST).T
 
-    def add(i, reduced):
+    def add(i, reduced, masked: bool = False):
         token = i * plan.rows + jnp.arange(plan.rows, dtype=jnp.int32)
         is_token = token < plan.tokens
-        query_position = route.load(refs.query_position.at[token], mask=is_token, other=NOWHERE)
-        lse = route.load(refs.lse.at[token], mask=is_token, other=NOTHING)
+        lse = finite_or_zero(route.load(refs.lse.at[token], mask=is_token, other=NOTHING))
         products = dot(load_rows(refs.q, token, is_token, SMALLEST), keys)
         logits = binary_logits(products * binary_scale(plan.mask), plan.mask)
-        logits = mask_tile(logits, mass, position, live, query_position, plan.mask.window)
-        logits = logits - (finite_or_zero(lse) * LOG2_E)[:, None]
+        if masked:
+            at = route.load(refs.query_position.at[token], mask=is_token, other=NOWHERE)
+            logits = mask_tile(logits, mass, position, live, at, plan.mask.window)
+        logits = logits - (lse * LOG2_E)[:, None]
         return plan.reduction.add(reduced, logits, plan.interpret)
 
-    # A tile's queries are reduced across threads, so this is done once, after the loop.
-    start = jnp.full((plan.rows, plan.block), plan.reduction.start, jnp.float32)
-    reduced = jax.lax.fori_loop(refs.first[...], refs.end[...], add, start)
+    # A tile's queries are reduced across threads, so this is done once, after the loops.
+    reduced = jnp.full((plan.rows, plan.block), plan.reduction.start, jnp.float32)
+    start, stop = refs.first[...], refs.end[...]
+    skip_at = jnp.clip(refs.plain_first[...], start, stop)
+    plain_end = jnp.clip(refs.plain_end[...], skip_at, stop)
+    reduced = jax.lax.fori_loop(skip_at, plain_end, add, reduced)
+    skipped = plain_end - skip_at
+
+    def add_masked(n, reduced):
+        return add(jnp.where(n < skip_at, n, n + skipped), reduced, masked=True)
+
+    reduced = jax.lax.fori_loop(start, stop - skipped, add_masked, reduced)
     route.store(refs.out.at[slot], plan.reduction.end(reduced), mask=there)
