@@ -195,7 +195,7 @@ def _similar(
     x: Float[Array, "M D"], y: Float[Array, "N D"], channels: int, similarity: Similarity
 ) -> Float[Array, "M N"]:
     """Returns the similarities of two tiles; none is NaN, so that they can be ordered."""
-    product, fallback = dot_mixed(x, y), NOTHING
+    product, fallback = dot_mixed(x, y.T), NOTHING
     if similarity == "rounded_cosine":
         cosine = product * inverse_length(x)[:, None] * inverse_length(y)[None, :]
         product, fallback = round_cosine(cosine, channels, in_kernel=True), NO_NUMBER
