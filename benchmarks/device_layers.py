@@ -61,7 +61,8 @@ def prepared(method: str, prompt: int, rows: int, tiny: bool) -> tuple[Any, Any,
             head_dim=config.head_dim, max_prompt=prompt, max_new=NEW, dtype="bfloat16",
         )  # fmt: skip
         positions = jnp.broadcast_to(jnp.arange(prompt, dtype=jnp.int32), (rows, prompt))
-        return kvjax.attend(cache, *new(1, rows, prompt), positions, phase="prompt")[1]
+        q, k, v = new(1, rows, prompt)
+        return kvjax.attend(cache, q, k, v, positions, phase="prompt")[1]
 
     @functools.partial(jax.jit, donate_argnums=0)
     def loop(cache: kvjax.LayerCache, position: jax.Array) -> tuple[kvjax.LayerCache, jax.Array]:

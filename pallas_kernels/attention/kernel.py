@@ -283,14 +283,17 @@ def _kernel(*leaves, plan: _Plan):
     def add(i, state, ahead=None):
         """Adds tile i; without what `look` has loaded of it, all queries see all of its slots."""
         top, total, acc = state
-        if ahead is None:
-            slot = _places(i, plan)
-            live, k_tile, v_tile = None, *(_Tile(slot, slot, None),) * 2
-            turned = None
-        else:
-            slot, mass, position, turned, *rows = ahead
-            slot = _places(i, plan) if slot is None else slot
+        slot = _places(i, plan)
+        mask = live = turned = None
+        k_tile = v_tile = _Tile(slot, slot, None)
+        if ahead is not None:
+            listed, mass, position, turned, *rows = ahead
+            slot = slot if listed is None else listed
             live = live_slots(mass, position)
+            mask = functools.partial(
+                mask_tile, mass=mass, position=position, live=live, query_position=query_position,
+                window=plan.mask.window,
+            )  # fmt: skip
             k_tile, v_tile = (
                 None if side.reader is None else _tile(side.reader, slot, row, live, refs, plan)
                 for side, row in zip((plan.keys, plan.values), rows, strict=True)
@@ -299,14 +302,13 @@ def _kernel(*leaves, plan: _Plan):
         products = _times(products, _factor(keys, refs.k, k_tile, live))
         products = products * scale
         logits = binary_logits(products if shift is None else products + shift, plan.mask)
-        if ahead is not None:
-            logits = mask_tile(logits, mass, position, live, query_position, plan.mask.window)
+        logits = logits if mask is None else mask(logits)
         if refs.logits is not None:
             place, natural = _places(i, plan), logits / LOG2_E
             inside = is_row[:, None] & (place < end)[None, :]
             route.store(refs.logits.at[row[:, None], place[None, :]], natural, mask=inside)
         new_top = jnp.maximum(top, logits.max(1))
-        finite = new_top if ahead is None else finite_or_zero(new_top)
+        finite = new_top if mask is None else finite_or_zero(new_top)
         weights = route.exp2(logits - finite[:, None], plan.interpret)
         shrink = route.exp2(top - finite, plan.interpret)
         total = total * shrink + weights.sum(1)

@@ -129,14 +129,19 @@ def columns_by_kernel(
     query_bytes = row_bytes(channels, k.dtype)
     rows, block = tile.rows(query_bytes, tokens), tile.block(channels * k.dtype.itemsize, slots)
     given = queries.position, seen, mask.window, rows, block
-    tiles = *hull(meets(*given), 2), *first_run(sees_all(*given), 2)
+    first, end = hull(meets(*given), 2)
+    plain_first, plain_end = first_run(sees_all(*given), 2)
     plan = _Plan(rows, tokens, block, slots, mask, REDUCTIONS[operation], launch.interpret)
     # Query heads are the first axis of the grid: heads that run at the same time share the keys.
     row, head, query_head = (1,), (1, 2), (1, 2, 0)
-    axes = _Refs(row, query_head, query_head, *[(1, 2, 3)] * 4, head, head, head, query_head)
-    arrays = _Refs(
-        queries.position, q.astype(k.dtype), lse, *tiles, seen.bias, seen.position, k, out
+    tiles = (1, 2, 3)
+    axes = _Refs(
+        row, query_head, query_head, tiles, tiles, tiles, tiles, head, head, head, query_head
     )
+    arrays = _Refs(
+        queries.position, q.astype(k.dtype), lse, first, end, plain_first, plain_end, seen.bias,
+        seen.position, k, out,
+    )  # fmt: skip
     specs = [program_part(x, axis) for x, axis in zip(arrays, axes, strict=True)]
     return route.pallas_call(
         functools.partial(_kernel, plan=plan),
