@@ -3,7 +3,7 @@
 PYTHON ?= $(firstword $(wildcard .venv/bin/python) python3)
 RESULTS = benchmarks/results
 
-.PHONY: quick test slow exhaustive versions lint types docs notebooks wheel aot aot-tpu bench-decode bench-kernels device
+.PHONY: quick test slow exhaustive versions lint types docs notebooks wheel aot aot-loops aot-tpu bench-decode bench-kernels device
 
 quick: ; $(PYTHON) -m pytest -m quick
 test: ; $(PYTHON) -m pytest
@@ -24,6 +24,8 @@ docs: ; $(PYTHON) -m mkdocs build --strict
 wheel: ; $(PYTHON) -m build
 # Compiles every kernel and the loop of decode steps for GPUs that are not there.
 aot: ; $(PYTHON) -m tests.gpu.compile_for_gpus
+# Counts what the loops of attention's kernels do in the machine code of those GPUs, in two minutes.
+aot-loops: ; $(PYTHON) -m tests.gpu.compiled_loops --out $(RESULTS)/gpu_loops.json
 # Compiles decode steps and prompts for TPUs that are not there, in a quarter of an hour.
 aot-tpu: ; $(PYTHON) -m tests.tpu.compile_for_tpus --out $(RESULTS)/aot_tpu.json
 # Decode steps of one layer on a CPU, in some minutes.

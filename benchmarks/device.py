@@ -112,7 +112,9 @@ def show(chosen: Sequence[Entry], tried: dict[str, Row]) -> None:
         reason = "" if row is None or "reason" not in row else row["reason"].splitlines()[-1]
         print(f"{state:9}  {entry.kind:11}  {entry.name}{f'  ({reason})' if reason else ''}")
     counts = Counter(tried[x.name]["state"] if x.name in tried else "not tried" for x in chosen)
-    print(", ".join(f"{count} {state}" for state, count in counts.items()))
+    said = ", ".join(f"{count} {state}" for state, count in counts.items())
+    left = LIMIT * sum(count for state, count in counts.items() if state != "done")
+    print(f"{said}; at most {left / 60:.0f} minutes, one after the other")
 
 
 def limit_of(tiny: bool) -> float:

@@ -24,12 +24,22 @@ TUNED = (
     "decode_attention", "quantized_attention", "prompt_attention", "column_maxima", "column_sums",
     "gather_attention", "codebook_attention", "kmeans", "best_match",
 )  # fmt: skip
-KERNELS = (
-    (8192, 1, "prompt"), (131_072, 8, "8 bits"), (131_072, 8, "4 bits"), (131_072, 8, "listed"),
-    (131_072, 8, "selection"), (8192, 1, "host"), (131_072, 8, "codebook"),
-    (131_072, 8, "grouping"), (131_072, 8, "merging"), (131_072, 8, "covering"),
-    (32_768, 1, "prompt"), (8192, 1, "8 bits"), (8192, 1, "4 bits"),
+# Kernels that are new and were never run; with the selections, they fit into a first run.
+NEW_KERNELS = (
+    (131_072, 8, "8 bits"), (8192, 1, "prompt"), (131_072, 8, "4 bits"), (32_768, 1, "prompt"),
+    (32_768, 8, "8 bits"), (32_768, 8, "4 bits"), (8192, 1, "8 bits"), (8192, 1, "4 bits"),
 )  # fmt: skip
+KERNELS = (
+    (131_072, 8, "listed"), (131_072, 8, "selection"), (8192, 1, "host"), (131_072, 8, "codebook"),
+    (131_072, 8, "grouping"), (131_072, 8, "merging"), (131_072, 8, "covering"),
+)  # fmt: skip
+# The full cache first, then each selection as it was, and what it may do besides.
+SELECTIONS = (
+    "full", "quest(budget=0.1)", "quest(budget=0.1, spread=1)", "quest(budget=0.1, estimate=True)",
+    "quest(budget=0.1, spread=1, estimate=True)", "clusterkv(budget=0.1)",
+    "clusterkv(budget=0.1, estimate=True)",
+)  # fmt: skip
+SELECTED = (131_072, 1), (32_768, 8), (8192, 1), (32_768, 1), (8192, 8)
 
 
 class Entry(NamedTuple):
@@ -55,6 +65,7 @@ def entries(tiny: bool) -> list[Entry]:
 
 def _all() -> Iterator[Entry]:
     yield Entry("rates of the device", "rates", {})
+    yield from first()
     # A long context, many rows, and then what users have most often.
     yield from _models((131_072, 1), (32_768, 8))
     yield from _first_tokens((8192, 1), (32_768, 1))
@@ -70,6 +81,23 @@ def _all() -> Iterator[Entry]:
     for operation in TUNED:
         yield Entry(f"tiles of {operation}", "tiles", {"operation": operation})
     yield answers("KVJAX_SMOLLM2", 2048, 5)
+
+
+def first() -> Iterator[Entry]:
+    """What is new: kernels of fewer bits and of prompts, and steps of selections."""
+    (longest, *others), (large, *small) = NEW_KERNELS, SELECTED
+    yield kernels(*longest)
+    yield selections(*large)
+    for size in others:
+        yield kernels(*size)
+    for size in small:
+        yield selections(*size)
+
+
+def selections(tokens: int, rows: int) -> Entry:
+    """Steps of one layer by methods that read a selection."""
+    options = {"methods": list(SELECTIONS), "tokens": tokens, "rows": rows}
+    return Entry(f"selections, {tokens:,} tokens x {rows}", "selections", options)
 
 
 def _models(*sizes: tuple[int, int]) -> Iterator[Entry]:
@@ -127,5 +155,6 @@ def _tiny() -> Iterator[Entry]:
     options = {"variable": "", "method": METHODS[2], "tokens": 256}
     yield Entry(f"the bundled model: {METHODS[2]}", "model", options)
     yield kernels(256, 2, "8 bits")
+    yield selections(512, 2)
     yield Entry("tiles of decode_attention", "tiles", {"operation": "decode_attention"})
     yield answers("", 256, 1)

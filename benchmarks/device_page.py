@@ -136,6 +136,21 @@ def steps(known: Known) -> str:
     return table(["device", "method", *sizes], lines)
 
 
+def selections(known: Known) -> str:
+    """Steps of one layer by methods that select, sizes as columns."""
+    some, lines = known.of("selections"), []
+    for device in known.devices(some):
+        for method in dict.fromkeys(x for entry in some for x in entry.options["methods"]):
+
+            def step(result: Row, method: str = method) -> str:
+                row = next(x for x in result["rows"] if x["method"] == method)
+                return f"{row['microseconds']:.0f} µs, {row['of_full']:.2f}"
+
+            cells = [known.cell(device, entry, step) for entry in some]
+            lines.append([short(device), f"`{method}`", *cells])
+    return table(["device", "method", *map(size, some)], lines)
+
+
 def first_tokens(known: Known) -> str:
     """First tokens of Llama's shape, methods as rows and sizes as columns."""
     some = known.of("first token")
@@ -249,6 +264,7 @@ def kernels(
 ) -> str:
     """Times of operations by the kernel, by XLA and by cuDNN, and the kernel's rate."""
     found, lines = kernel_rows(known, tokens, rows), []
+    earlier = kernel_rows(known._replace(rows={}), tokens, rows)
     for words, (group, operation, options) in operations.items():
         told = [options.get(name) for name in ("rows", "form", "kept")]
         devices = sorted({
@@ -265,10 +281,14 @@ def kernels(
             cells = [milliseconds(by.get(name)) for name in ("pallas", "xla")]
             cells.append(milliseconds(by["cudnn"]) if "cudnn" in by else "")
             rated = rate != "bytes" or group in RATED
-            lines.append([
-                words, short(device), *cells, rate_of(by.get("pallas"), rate) if rated else "",
-            ])  # fmt: skip
+            cells.append(rate_of(by.get("pallas"), rate) if rated else "")
+            before = [
+                milliseconds(row) for key, row in earlier.items()
+                if row is not by.get("pallas") and found[key] is by.get("pallas")
+            ]  # fmt: skip
+            lines.append([words, short(device), *cells, "".join(before)])
     headings = ["operation", "device", "kernel", "XLA", "cuDNN", f"kernel's {rate} per second"]
+    headings.append("the kernel before")
     return markdown(headings, lines)
 
 
@@ -323,6 +343,10 @@ TABLES: dict[str, tuple[str, Callable[[Known], str]]] = {
     "device_steps": (
         "Decode steps of Llama-3.1-8B's shape, random weights, bfloat16: milliseconds, tokens per "
         "second, weights and caches on the device. Attention alone is that of 32 layers.", steps,
+    ),
+    "device_selections": (
+        "A step of one layer of Llama-3.1-8B's shape: microseconds, and the share of the full "
+        "cache's.", selections,
     ),
     "device_first_tokens": ("First tokens of Llama-3.1-8B's shape.", first_tokens),
     "device_tests": ("Tests with kernels that are chosen by themselves.", tests),

@@ -22,6 +22,7 @@ from typing import Any
 
 import device_models as models
 import jax
+from device_layers import selections
 from device_models import LeftOut
 from kernel_shapes import LLAMA, SMALL, Shape
 from kernels import implementations, rows_of, said
@@ -113,6 +114,7 @@ def _no_gpu() -> str:
 WORK: dict[str, Callable[..., dict[str, Any]]] = {
     "rates": rates, "steps": models.steps, "first token": models.first_token,
     "model": models.model_times, "kernels": kernels, "tiles": tiles, "answers": answers,
+    "selections": selections,
 }  # fmt: skip
 """Kind of an entry → what measures it."""
 

@@ -22,6 +22,7 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -506,6 +507,22 @@ def page_errors(result: dict[str, Any]) -> str:
     ])  # fmt: skip
 
 
+def gpu_loops(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> str:
+    """What loops of attention's kernels do, by `compiled_loops.py`, and what they did before."""
+    fields = "instructions_per_slot", "conversions_per_slot", "registers", "spilled_bytes"
+    # A kernel that had one loop for all tiles is compared with each that it has now.
+    old = {(row["device"], row["kernel"]): row for row in before}
+    loops = Counter((row["device"], row["kernel"]) for row in now)
+    lines = []
+    for row in now:
+        at = row["device"], row["kernel"]
+        which = ("", "") if loops[at] == 1 else (", without a mask", ", masked")
+        cells = (f"{old[at][x]:g} → {row[x]:g}" for x in fields)
+        lines.append([f"{row['kernel']}{which[row['loop']]}", row["device"].upper(), *cells])
+    headings = ["kernel", "GPU", "instructions", "conversions", "registers", "bytes spilled"]
+    return markdown(headings, lines)
+
+
 def step_times(rows: Sequence[dict[str, Any]]) -> str:
     """Times of a step by `step_times.py`, a row for each method."""
     lengths = list(dict.fromkeys(row["tokens"] for row in rows))
@@ -654,6 +671,7 @@ def tables(folders: dict[str, Results]) -> tuple[list[Results], dict[str, str]]:
         **{name: kept_answers(read(name)["rows"]) for name in KEPT_ANSWERS},
         **{name: page_recall(read(name)) for name in PAGE_RECALL},
         **{f"errors_{name}": page_errors(read(name)) for name in PAGE_RECALL},
+        "gpu_loops": gpu_loops(read("gpu_loops_before")["rows"], read("gpu_loops")["rows"]),
         "step_times": step_times(read("step_times_smollm2")["rows"]),
         "first": first([folders["needles_small_smollm2"], folders["needles"]]),
         **{made.__name__: made(read("vs_kvpress_kvzip_smollm2")["rows"]) for made in KVZIP},

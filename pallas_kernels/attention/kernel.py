@@ -3,14 +3,15 @@
 A program takes a tile of the query rows of one KV head and one part of its slots. It goes through
 the slots tile by tile with a running softmax, and writes the normalised output and the log-sum-exp
 of its part. Parts are in float32, and a second kernel joins them: XLA would need three launches,
-each of which takes as long as reading a short cache. Keys and values are read of live slots only,
-once for each tile of query rows. The queries of a decode step are one tile.
+each of which takes as long as reading a short cache. Keys and values are read once for each tile of
+query rows. The queries of a decode step are one tile.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention.forms import Part, Reader, Rows, split
 from pallas_kernels.base import route
-from pallas_kernels.base.kernel_parts import dot, head_part, program_part, zero
+from pallas_kernels.base.kernel_parts import dot, dot_mixed, head_part, program_part, zero
 from pallas_kernels.base.logits import (
     Mask,
     Queries,
@@ -38,6 +39,7 @@ from pallas_kernels.base.tiles import Launch, power_of_two
 
 PARTS = 32  # parts that are joined at a time
 NOTHING = np.float32(-np.inf)
+LOG2_E = math.log2(math.e)
 NOWHERE = np.int32(-1)
 
 
@@ -54,9 +56,12 @@ class _Refs(NamedTuple):
 
     query_position: Array
     q: Array
+    scale: Array | None  # multiplies each query's products with keys
     shift: Array | None  # added to each query's products with keys
     end: Array
     first: Array | None
+    plain_first: Array | None  # tiles whose slots all queries see, and that have no bias
+    plain_end: Array | None
     index: Array | None
     bias: Array
     position: Array
@@ -72,8 +77,9 @@ class _Refs(NamedTuple):
 # The axes of the grid that choose a program's part of an array. Of any other array, a program gets
 # the part of the head that its list reads. `first` and `end` may have no axis of row tiles.
 _AXES = {
-    "query_position": (0,), "q": (0, 1), "shift": (0, 1), "end": (0, 1, 2), "first": (0, 1, 2),
-    "index": (0, 1), "out": (0, 1, 3), "lse": (0, 1, 3), "logits": (0, 1),
+    "query_position": (0,), "q": (0, 1), "scale": (0, 1), "shift": (0, 1), "end": (0, 1, 2),
+    "first": (0, 1, 2), "plain_first": (0, 1, 2), "plain_end": (0, 1, 2), "index": (0, 1),
+    "out": (0, 1, 3), "lse": (0, 1, 3), "logits": (0, 1),
 }  # fmt: skip
 
 
@@ -112,6 +118,7 @@ class _Plan(NamedTuple):
     mask: Mask
     keys: _Keys
     values: _Values
+    interpret: bool
 
 
 def split_attention(
@@ -124,6 +131,7 @@ def split_attention(
     *,
     with_logits: bool,
     dtype: DTypeLike,
+    plain: tuple[Int[Array, "B K I"] | None, Int[Array, "B K I"] | None] = (None, None),
 ) -> tuple[
     Float[Array, "B K G T D"] | None, Float[Array, "B K G T"], Float[Array, "B K G T N"] | None
 ]:
@@ -131,7 +139,8 @@ def split_attention(
 
     K is H or a multiple of it: list k reads head `k // (K / H)`. Without values there is no output.
     Logits are written only for tiles that are read. All other logits are undefined, and the caller
-    must mask them. The caller gives the end of the places that are seen.
+    must mask them. The caller gives the end of the places that are seen, and may say of each tile
+    of query rows which tiles of dense slots, from the first of `plain` to the end, need no mask.
     """
     q, turn, tile = queries.q, seen.turn, launch.tile
     batch, lists, group, tokens, channels = q.shape
@@ -139,6 +148,8 @@ def split_attention(
     if not batch * lists * rows * places:
         out, lse, logits = nothing(q, dtype, places, with_logits)
         return None if v is None else out, lse, logits
+    keys = k.reader.of_keys(launch.interpret) if turn is None else k.reader
+    values = None if v is None else v.reader.of_values(launch.interpret)
     query_bytes = row_bytes(channels, k.reader.dtype)
     row_tile = tile.rows(query_bytes, rows)
     row_tiles = pl.cdiv(rows, row_tile)
@@ -153,9 +164,9 @@ def split_attention(
         if turn.position is not seen.position:
             rotated["turn_position"] = turn.position
     arrays = _Refs(
-        queries.position, q.astype(k.reader.dtype).reshape(batch, lists, rows, channels), shift,
-        seen.end, seen.first, seen.index, seen.bias, seen.position,
-        k.arrays, None if v is None else v.arrays, **rotated,
+        queries.position, *keys.cut(q.reshape(batch, lists, rows, channels)), shift,
+        seen.end, seen.first, *plain, seen.index, seen.bias, seen.position,
+        keys.view(k.arrays), None if v is None else values.view(v.arrays), **rotated,
         out=None if v is None else jax.ShapeDtypeStruct(
             (batch, lists, splits, rows, channels), dtype if splits == 1 else jnp.float32
         ),
@@ -169,8 +180,9 @@ def split_attention(
         tree,
         _Sizes(row_tile, rows, tokens, places, block, splits),
         mask,
-        _keys(k.reader, turn),
-        _Values(None, []) if v is None else _Values(v.reader, split(0, channels, v.reader.grain)),
+        _keys(keys, turn),
+        _Values(None, []) if v is None else _Values(values, values.parts),
+        launch.interpret,
     )
     results = route.pallas_call(
         functools.partial(_kernel, plan=plan),
@@ -212,7 +224,9 @@ def _specs(arrays: _Refs, lists: int) -> _Refs:
 
 
 def _keys(reader: Reader, turn: Turn | None) -> _Keys:
-    pairs = 0 if turn is None else turn.inv_freq.shape[-1]
+    if turn is None:
+        return _Keys(reader, [], reader.parts, 1.0)
+    pairs = turn.inv_freq.shape[-1]
     turned, rest = [], reader.channels - 2 * pairs
     if pairs and turn.interleaved:
         grain = math.gcd(2 * pairs, reader.grain)
@@ -225,7 +239,7 @@ def _keys(reader: Reader, turn: Turn | None) -> _Keys:
         for at in range(0, pairs, grain):
             turned.append(_Pair(Part(at, grain), Part(pairs + at, grain), at))
     unrotated = split(2 * pairs, rest, math.gcd(2 * pairs, reader.grain))
-    return _Keys(reader, turned, unrotated, 1.0 if turn is None else turn.factor)
+    return _Keys(reader, turned, unrotated, turn.factor)
 
 
 def _float32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -242,68 +256,126 @@ def _kernel(*leaves, plan: _Plan):
     def cells(part: Part):
         return (row[:, None], part.numbers[None, :]), is_row[:, None] & part.there[None, :]
 
-    def queries(part: Part) -> Array:
-        cell, there = cells(part)
+    def queries(part: Part, limb: int = 0) -> Array:
+        (at, channel), there = cells(part)
+        cell = at, np.int32(limb), channel
         return route.load(refs.q.at[cell], mask=there, other=zero(refs.q.dtype))
 
     paired = [(pair, queries(pair.a), queries(pair.b)) for pair in plan.keys.pairs]
-    plain = [(part, queries(part)) for part in plan.keys.parts]
-    # Padding rows of the tile get the position -1, at which a query sees nothing.
-    token = jax.lax.rem(row, jnp.full_like(row, sizes.tokens))
-    query_position = route.load(refs.query_position.at[token], mask=is_row, other=NOWHERE)
-    shift = None
+    limbs = range(keys.limbs)
+    plain = [[queries(part, limb) for limb in limbs] for part in plan.keys.parts]
+    if sizes.tokens == 1:
+        query_position = refs.query_position[0]
+    else:
+        # Padding rows of the tile get the position -1, at which a query sees nothing.
+        token = jax.lax.rem(row, jnp.full_like(row, sizes.tokens))
+        query_position = route.load(refs.query_position.at[token], mask=is_row, other=NOWHERE)
+    scale, shift = binary_scale(plan.mask), None
+    if refs.scale is not None:
+        of_query = route.load(refs.scale.at[row], mask=is_row, other=np.float32(0))
+        scale = (of_query * scale)[:, None]
     if refs.shift is not None:
-        shift = route.load(refs.shift.at[row], mask=is_row, other=np.float32(0))
+        of_query = route.load(refs.shift.at[row], mask=is_row, other=np.float32(0))
+        shift = (of_query * binary_scale(plan.mask))[:, None]
     start, stop, first, end = _part(refs, plan)
     look = functools.partial(_look, refs, first, end, plan)
 
-    def add(i, carry):
-        (slot, mass, position, turned, k_row, v_row), top, total, acc = carry
-        # Addresses and masks are loaded one tile ahead. Loaded in the same round as the keys that
-        # need them, they would keep the compiler from loading several tiles of keys at a time.
-        ahead = look(i + 1)
-        # Free slots are not read: they cost nothing, and their contents cannot reach a sum.
-        live = live_slots(mass, position)
-        k_row, v_row = (slot if x is None else x for x in (k_row, v_row))
-        products = _products(refs, plan, paired, plain, k_row, live, turned)
-        products = _times(products, keys.factor(refs.k, slot, k_row, live))
-        products = products if shift is None else products + shift[:, None]
-        logits = mask_tile(products, mass, position, live, query_position, plan.mask)
+    def add(i, state, ahead=None):
+        """Adds tile i; without what `look` has loaded of it, all queries see all of its slots."""
+        top, total, acc = state
+        slot = _places(i, plan)
+        mask = live = turned = None
+        k_tile = v_tile = _Tile(slot, slot, None)
+        if ahead is not None:
+            listed, mass, position, turned, *rows = ahead
+            slot = slot if listed is None else listed
+            live = live_slots(mass, position)
+            mask = functools.partial(
+                mask_tile, mass=mass, position=position, live=live, query_position=query_position,
+                window=plan.mask.window,
+            )  # fmt: skip
+            k_tile, v_tile = (
+                None if side.reader is None else _tile(side.reader, slot, row, live, refs, plan)
+                for side, row in zip((plan.keys, plan.values), rows, strict=True)
+            )
+        products = _products(refs, plan, paired, plain, k_tile, turned)
+        products = _times(products, _factor(keys, refs.k, k_tile, live))
+        products = products * scale
+        logits = binary_logits(products if shift is None else products + shift, plan.mask)
+        logits = logits if mask is None else mask(logits)
         if refs.logits is not None:
-            place = _places(i, plan)
+            place, natural = _places(i, plan), logits / LOG2_E
             inside = is_row[:, None] & (place < end)[None, :]
-            route.store(refs.logits.at[row[:, None], place[None, :]], logits, mask=inside)
+            route.store(refs.logits.at[row[:, None], place[None, :]], natural, mask=inside)
         new_top = jnp.maximum(top, logits.max(1))
-        finite = finite_or_zero(new_top)
-        weights, shrink = jnp.exp(logits - finite[:, None]), jnp.exp(top - finite)
+        finite = new_top if mask is None else finite_or_zero(new_top)
+        weights = route.exp2(logits - finite[:, None], plan.interpret)
+        shrink = route.exp2(top - finite, plan.interpret)
         total = total * shrink + weights.sum(1)
         if acc:
-            values = _mix(refs, plan, weights, slot, v_row, live)
+            values = _mix(refs, plan, weights, v_tile, live)
             acc = tuple(a * shrink[:, None] + b for a, b in zip(acc, values, strict=True))
-        return ahead, new_top, total, acc
+        return new_top, total, acc
 
-    begin = (
-        look(start),
+    state = (
         jnp.full((sizes.rows,), -jnp.inf, jnp.float32),
         jnp.zeros((sizes.rows,), jnp.float32),
         tuple(jnp.zeros((sizes.rows, part.width), jnp.float32) for part in plan.values.parts),
     )
-    _, top, total, acc = jax.lax.fori_loop(start, stop, add, begin)
+    skipped, skip_at = jnp.int32(0), stop
+    if refs.plain_first is not None:
+        skip_at = jnp.clip(refs.plain_first[...], start, stop)
+        plain_end = jnp.clip(refs.plain_end[...], skip_at, stop)
+        skipped = plain_end - skip_at
+        state = jax.lax.fori_loop(skip_at, plain_end, add, state)
+
+    def tile(n):
+        """Returns the number of the n-th tile of those that are masked."""
+        return n if refs.plain_first is None else jnp.where(n < skip_at, n, n + skipped)
+
+    def add_masked(n, carry):
+        # Addresses and masks are loaded one tile ahead. Loaded in the same round as the keys that
+        # need them, they would keep the compiler from loading several tiles of keys at a time.
+        ahead, state = carry
+        return look(tile(n + 1)), add(tile(n), state, ahead)
+
+    begin = look(tile(start)), state
+    _, (top, total, acc) = jax.lax.fori_loop(start, stop - skipped, add_masked, begin)
     for part, rows in zip(plan.values.parts, acc, strict=True):
         cell, there = cells(part)
-        rows = unscaled(rows, plan.values.reader.dtype) / or_one(total)[:, None]
+        rows = unscaled(rows, plan.values.reader.weights) / or_one(total)[:, None]
         route.store(refs.out.at[cell], rows.astype(refs.out.dtype), mask=there)
-    route.store(refs.lse.at[row], top + jnp.log(total), mask=is_row)
+    route.store(refs.lse.at[row], top / LOG2_E + jnp.log(total), mask=is_row)
 
 
-def _products(refs: _Refs, plan: _Plan, paired, plain, row, live, position) -> Array:
+class _Tile(NamedTuple):
+    """Slots of a tile, the addresses of their rows, and which rows are wanted; None: all."""
+
+    slot: Array
+    row: Array
+    wanted: Array | None
+
+
+def _tile(reader: Reader, slot, row: Array | None, live, refs: _Refs, plan: _Plan) -> _Tile:
+    """Returns what is read of keys or values.
+
+    Free slots are not read: they cost nothing, and their contents cannot reach a sum. Where they
+    hold nothing but numbers, they are read all the same. What is loaded then does not depend on the
+    mass and position of slots, which every thread would have to load for the rows that it reads.
+    """
+    if not reader.reads_free or refs.index is not None:
+        return _Tile(slot, slot if row is None else row, live)
+    if plan.sizes.places % plan.sizes.block:
+        slot = jnp.minimum(slot, plan.sizes.places - 1)
+    return _Tile(slot, slot, None)
+
+
+def _products(refs: _Refs, plan: _Plan, paired, plain, tile: _Tile, position) -> Array:
     """Multiplies the queries with the keys of a tile, after rotating some of their channels."""
-    out = jnp.zeros((plan.sizes.rows, plan.sizes.block), jnp.float32)
+    reader, (_, *at) = plan.keys.reader, tile
+    products: list[list[Array]] = []  # by part, those of each limb
     for pair, q_a, q_b in paired:
-        a, b = (
-            plan.keys.reader.load(refs.k, part, row, live).astype(jnp.float32)
-            for part in (pair.a, pair.b)
-        )
+        a, b = (reader.load(refs.k, part, *at).astype(jnp.float32) for part in (pair.a, pair.b))
         frequency = route.load(
             refs.frequency.at[pair.first + jnp.arange(pair.a.width, dtype=jnp.int32)],
             mask=pair.a.there, other=np.int32(0),
@@ -311,23 +383,33 @@ def _products(refs: _Refs, plan: _Plan, paired, plain, row, live, position) -> A
         turns = turns_of(position[:, None] * frequency[None, :])
         cos, sin = cos_sin_of_turns(turns, plan.keys.factor)
         for q, turned in ((q_a, a * cos - b * sin), (q_b, b * cos + a * sin)):
-            out += dot(q, turned.astype(plan.keys.reader.dtype).T)
-    for part, q in plain:
-        out += dot(q, plan.keys.reader.load(refs.k, part, row, live).T)
-    return out
+            products.append([dot(q, turned.astype(reader.dtype).T)])
+    for limbs, keys in zip(plain, reader.rows(refs.k, plan.keys.parts, *at), strict=True):
+        products.append([dot(limb, keys.T) for limb in limbs])
+    of_limbs = [functools.reduce(operator.add, parts) for parts in zip(*products, strict=True)]
+    return reader.joined(of_limbs)
 
 
-def _mix(refs: _Refs, plan: _Plan, weights, slot, row, live) -> list[Array]:
+def _factor(reader: Reader, at: dict, tile: _Tile, live) -> Array | None:
+    """Returns what loaded rows must still be multiplied by; 0 for free slots."""
+    factor = reader.factor(at, *tile)
+    if factor is None or tile.wanted is not None:
+        return factor
+    return jnp.where(live, factor, 0)
+
+
+def _mix(refs: _Refs, plan: _Plan, weights, tile: _Tile, live) -> list[Array]:
     """Sums the values of a tile by their weights, part by part."""
-    reader = plan.values.reader
-    factor, unit = _in_reach(reader.factor(refs.v, slot, row, live), plan)
-    weights = as_weights(_times(weights, factor), reader.dtype)
-    return [unit * dot(weights, reader.load(refs.v, part, row, live)) for part in plan.values.parts]
+    reader, (_, *at) = plan.values.reader, tile
+    factor, unit = _in_reach(_factor(reader, refs.v, tile, live), plan)
+    weights = as_weights(_times(weights, factor), reader.weights)
+    rows = reader.rows(refs.v, plan.values.parts, *at)
+    return [unit * dot_mixed(weights, part) for part in rows]
 
 
 def _in_reach(factor: Float[Array, " N"] | None, plan: _Plan):
     """Returns factors over the greatest, and the greatest: float16 has no very small scales."""
-    if factor is None or plan.values.reader.dtype != jnp.float16:
+    if factor is None or plan.values.reader.weights != jnp.float16:
         return factor, 1.0
     unit = factor.max(0)
     unit = jnp.where(unit > 0, unit, 1.0)
@@ -359,7 +441,10 @@ def _places(i, plan: _Plan):
 
 
 def _look(refs: _Refs, first, end, plan: _Plan, i):
-    """Loads slots of tile i, with bias, position and addresses; a place without a slot is free."""
+    """Loads slots of tile i, with bias, position and addresses; a place without a slot is free.
+
+    Slots are None if they are the places.
+    """
     slot = place = _places(i, plan)
     there = (place >= first) & (place < end)
     if refs.index is not None:
@@ -374,26 +459,45 @@ def _look(refs: _Refs, first, end, plan: _Plan, i):
         None if side.reader is None else side.reader.address(arrays, slot, there)
         for side, arrays in ((plan.keys, refs.k), (plan.values, refs.v))
     )
-    return slot, mass, position, turned if refs.frequency is not None else None, *rows
+    listed = None if refs.index is None else slot
+    return listed, mass, position, turned if refs.frequency is not None else None, *rows
+
+
+def binary_scale(mask: Mask) -> float:
+    """Returns what products are multiplied by before `binary_logits` gets them."""
+    return mask.scale * (LOG2_E if mask.soft_cap is None else 1.0)
+
+
+def binary_logits(products: Float[Array, "R N"], mask: Mask) -> Float[Array, "R N"]:
+    """Returns logits without bias and mask, times log2(e), of scaled products.
+
+    With the factor, a weight is a power of 2, which a GPU computes by one instruction.
+    """
+    return products if mask.soft_cap is None else capped(products, mask.soft_cap) * LOG2_E
 
 
 def mask_tile(
-    products: Float[Array, "R N"],
+    logits: Float[Array, "R N"],
     mass: Float[Array, " N"],
     position: Int[Array, " N"],
     live: Bool[Array, " N"],
-    query_position: Int[Array, " R"],
-    mask: Mask,
+    query_position: Int[Array, " R"] | Int[Array, ""],
+    window: int | None,
 ) -> Float[Array, "R N"]:
-    """Returns masked logits of a tile of slots and queries at `query_position`.
+    """Adds the bias to `binary_logits`, and masks them as `masked` does.
 
-    They are those of `mask_products`.
+    They are finite where slots are not live. If all queries have one position, the mask is one
+    number for each slot.
     """
-    logits = capped(products * mask.scale, mask.soft_cap)
-    visible = live[None, :] & (position[None, :] <= query_position[:, None])
-    if mask.window is not None:
-        visible &= position[None, :] > query_position[:, None] - mask.window
-    return jnp.where(visible, logits + mass[None, :], -jnp.inf)
+    mass, one_position = mass * LOG2_E, query_position.ndim == 0
+    place = position if one_position else position[None, :]
+    newest = query_position if one_position else query_position[:, None]
+    visible = place <= newest
+    if window is not None:
+        visible &= place > newest - window
+    if one_position:
+        return logits + jnp.where(live & visible, mass, -jnp.inf)[None, :]
+    return jnp.where(visible, logits + jnp.where(live, mass, -jnp.inf)[None, :], -jnp.inf)
 
 
 def _join(

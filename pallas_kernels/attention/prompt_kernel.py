@@ -18,8 +18,11 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.attention.forms import dense_rows
 from pallas_kernels.attention.kernel import (
+    LOG2_E,
     NOTHING,
     NOWHERE,
+    binary_logits,
+    binary_scale,
     mask_tile,
     row_bytes,
     split_attention,
@@ -27,7 +30,7 @@ from pallas_kernels.attention.kernel import (
 from pallas_kernels.base import route
 from pallas_kernels.base.kernel_parts import dot, load_rows, program_part
 from pallas_kernels.base.logits import Mask, Queries, Seen, finite_or_zero, live_slots
-from pallas_kernels.base.seen_blocks import hull, meets
+from pallas_kernels.base.seen_blocks import first_run, hull, meets, sees_all
 from pallas_kernels.base.tiles import SMALLEST, Launch
 
 
@@ -48,11 +51,12 @@ def attention_by_kernel(
     _, _, group, tokens, channels = queries.q.shape
     rows = launch.tile.rows(row_bytes(channels, k.dtype), group * tokens)
     block = launch.tile.block(keys.reader.row_bytes, k.shape[2])
-    met = meets(jnp.tile(queries.position, (1, group)), seen, mask.window, rows, block)
+    position = jnp.tile(queries.position, (1, group))
+    met, plain = (of(position, seen, mask.window, rows, block) for of in (meets, sees_all))
     first, end = (block * x for x in hull(met, 3))
     out, lse, _ = split_attention(
         queries, keys, values, seen._replace(first=first, end=end), mask, launch,
-        with_logits=False, dtype=k.dtype if v is None else v.dtype,
+        with_logits=False, dtype=k.dtype if v is None else v.dtype, plain=first_run(plain, 3),
     )  # fmt: skip
     return out, lse
 
@@ -61,17 +65,21 @@ def attention_by_kernel(
 
 
 class _Reduction(NamedTuple):
-    """How an operation reduces the log-probabilities of a slot, `logit - lse` of each query."""
+    """How an operation reduces log2 of the probabilities that a slot gets from the queries."""
 
     start: float
-    add: Callable[[Array, Array], Array]  # adds a tile `[R, N]` of them to those before
+    add: Callable[[Array, Array, bool], Array]  # adds a tile `[R, N]` of them to those before
     end: Callable[[Array], Array]  # `[R, N]` to `[N]`
 
 
 REDUCTIONS = {
-    "column_sums": _Reduction(0.0, lambda sums, x: sums + jnp.exp(x), lambda sums: sums.sum(0)),
+    "column_sums": _Reduction(
+        0.0, lambda sums, x, interpret: sums + route.exp2(x, interpret), lambda sums: sums.sum(0)
+    ),
     # The largest probability is that of the largest logarithm: one exponential for each slot.
-    "column_maxima": _Reduction(-jnp.inf, jnp.maximum, lambda top: jnp.exp(top.max(0))),
+    "column_maxima": _Reduction(
+        -jnp.inf, lambda top, x, _: jnp.maximum(top, x), lambda top: jnp.exp2(top.max(0))
+    ),
 }
 
 
@@ -83,6 +91,8 @@ class _Refs(NamedTuple):
     lse: Array
     first: Array  # first tile of queries
     end: Array  # end of the tiles of queries
+    plain_first: Array  # first tile of queries that see all slots, which have no bias
+    plain_end: Array
     bias: Array
     position: Array
     k: Array
@@ -98,6 +108,7 @@ class _Plan(NamedTuple):
     slots: int
     mask: Mask
     reduction: _Reduction
+    interpret: bool
 
 
 def columns_by_kernel(
@@ -117,14 +128,20 @@ def columns_by_kernel(
         return jnp.zeros(out.shape, out.dtype)
     query_bytes = row_bytes(channels, k.dtype)
     rows, block = tile.rows(query_bytes, tokens), tile.block(channels * k.dtype.itemsize, slots)
-    first, end = hull(meets(queries.position, seen, mask.window, rows, block), 2)
-    plan = _Plan(rows, tokens, block, slots, mask, REDUCTIONS[operation])
+    given = queries.position, seen, mask.window, rows, block
+    first, end = hull(meets(*given), 2)
+    plain_first, plain_end = first_run(sees_all(*given), 2)
+    plan = _Plan(rows, tokens, block, slots, mask, REDUCTIONS[operation], launch.interpret)
     # Query heads are the first axis of the grid: heads that run at the same time share the keys.
     row, head, query_head = (1,), (1, 2), (1, 2, 0)
-    axes = _Refs(row, query_head, query_head, (1, 2, 3), (1, 2, 3), head, head, head, query_head)
-    arrays = _Refs(
-        queries.position, q.astype(k.dtype), lse, first, end, seen.bias, seen.position, k, out
+    tiles = (1, 2, 3)
+    axes = _Refs(
+        row, query_head, query_head, tiles, tiles, tiles, tiles, head, head, head, query_head
     )
+    arrays = _Refs(
+        queries.position, q.astype(k.dtype), lse, first, end, plain_first, plain_end, seen.bias,
+        seen.position, k, out,
+    )  # fmt: skip
     specs = [program_part(x, axis) for x, axis in zip(arrays, axes, strict=True)]
     return route.pallas_call(
         functools.partial(_kernel, plan=plan),
@@ -149,16 +166,28 @@ def _kernel(*refs, plan: _Plan):
     live = live_slots(mass, position)
     keys = load_rows(refs.k, slot, live, SMALLEST).T
 
-    def add(i, reduced):
+    def add(i, reduced, masked: bool = False):
         token = i * plan.rows + jnp.arange(plan.rows, dtype=jnp.int32)
         is_token = token < plan.tokens
-        query_position = route.load(refs.query_position.at[token], mask=is_token, other=NOWHERE)
-        lse = route.load(refs.lse.at[token], mask=is_token, other=NOTHING)
+        lse = finite_or_zero(route.load(refs.lse.at[token], mask=is_token, other=NOTHING))
         products = dot(load_rows(refs.q, token, is_token, SMALLEST), keys)
-        logits = mask_tile(products, mass, position, live, query_position, plan.mask)
-        return plan.reduction.add(reduced, logits - finite_or_zero(lse)[:, None])
+        logits = binary_logits(products * binary_scale(plan.mask), plan.mask)
+        if masked:
+            at = route.load(refs.query_position.at[token], mask=is_token, other=NOWHERE)
+            logits = mask_tile(logits, mass, position, live, at, plan.mask.window)
+        logits = logits - (lse * LOG2_E)[:, None]
+        return plan.reduction.add(reduced, logits, plan.interpret)
 
-    # A tile's queries are reduced across threads, so this is done once, after the loop.
-    start = jnp.full((plan.rows, plan.block), plan.reduction.start, jnp.float32)
-    reduced = jax.lax.fori_loop(refs.first[...], refs.end[...], add, start)
+    # A tile's queries are reduced across threads, so this is done once, after the loops.
+    reduced = jnp.full((plan.rows, plan.block), plan.reduction.start, jnp.float32)
+    start, stop = refs.first[...], refs.end[...]
+    skip_at = jnp.clip(refs.plain_first[...], start, stop)
+    plain_end = jnp.clip(refs.plain_end[...], skip_at, stop)
+    reduced = jax.lax.fori_loop(skip_at, plain_end, add, reduced)
+    skipped = plain_end - skip_at
+
+    def add_masked(n, reduced):
+        return add(jnp.where(n < skip_at, n, n + skipped), reduced, masked=True)
+
+    reduced = jax.lax.fori_loop(start, stop - skipped, add_masked, reduced)
     route.store(refs.out.at[slot], plan.reduction.end(reduced), mask=there)

@@ -27,9 +27,10 @@ def quantized_attention(
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G T S"] | None]:
     """Computes `decode_attention` over encoded keys and values, without a decoded copy.
 
-    The kernel decodes a tile at a time in registers. 8-bit numbers go into the products as they
-    are, since bfloat16 holds them exactly, and the slots' scales multiply logits and probabilities.
-    4-bit numbers are decoded to the dtype of the queries.
+    The kernel converts a tile at a time in registers, and keys of int8 not at all: queries are cut
+    into whole numbers of 8 bits, which together hold 23. bfloat16 holds all 8-bit numbers exactly,
+    and the slots' scales multiply logits and probabilities. 4-bit numbers are decoded to the dtype
+    of the queries.
 
     Args:
       k, v: from `quantise_slots` (8 bits, float8) or `quantise_groups` (4 bits); values must have

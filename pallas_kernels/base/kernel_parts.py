@@ -88,7 +88,7 @@ def _cells(ref: Any, number: Array, wanted: Array, width: int) -> tuple[tuple, B
 
 
 def dot(a: Float[Array, "M K"], b: Float[Array, "K N"]) -> Float[Array, "M N"]:
-    """Returns the product of two tiles of one dtype, summed in float32.
+    """Returns the product of two tiles of one dtype, summed in float32; of int8, in int32.
 
     Example:
       >>> import jax.numpy as jnp
@@ -98,14 +98,16 @@ def dot(a: Float[Array, "M K"], b: Float[Array, "K N"]) -> Float[Array, "M N"]:
     """
     # Without the precision, a GPU would round float32 to the 10 bits of TF32.
     precision = jax.lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
-    return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+    dtype = jnp.int32 if b.dtype == jnp.int8 else jnp.float32
+    return jnp.dot(a, b, precision=precision, preferred_element_type=dtype)
 
 
 def dot_mixed(a: Float[Array, "M K"], b: Float[Array, "K N"]) -> Float[Array, "M N"]:
-    """Returns the product of a bfloat16 tile and a float32 tile, unrounded, summed in float32.
+    """Returns the product of two tiles, summed in float32, of which one may be bfloat16.
 
-    Each number of b is split into three bfloat16 numbers, whose products matrix units compute. They
-    have no product for float32, and registers do not suffice for large tiles of float32.
+    If the other is float32, each of its numbers is split into three bfloat16 numbers, whose
+    products matrix units compute: nothing is rounded. They have no product for float32, and
+    registers do not suffice for large tiles of float32.
 
     Example:
       >>> import jax.numpy as jnp
@@ -113,15 +115,30 @@ def dot_mixed(a: Float[Array, "M K"], b: Float[Array, "K N"]) -> Float[Array, "M
       >>> dot_mixed(jnp.array([[3.0]], jnp.bfloat16), jnp.array([[1 + 2.0**-20]])).tolist()
       [[3.000002861022949]]
     """
+    if a.dtype == b.dtype:
+        return dot(a, b)
     total = jnp.zeros((a.shape[0], b.shape[1]), jnp.float32)
+    wide = a if a.dtype == jnp.float32 else b
     for _ in range(3):
-        # Takes the first 8 bits of each number by a mask: XLA removes a conversion to bfloat16 and
-        # back.
-        bits = jax.lax.bitcast_convert_type(b, jnp.uint32) & np.uint32(0xFFFF0000)
-        first = jax.lax.bitcast_convert_type(bits, jnp.float32)
-        total += dot(a, first.astype(jnp.bfloat16))
-        b = b - first
+        first = leading_bits(wide)
+        tile = first.astype(jnp.bfloat16)
+        total += dot(tile, b) if a.dtype == jnp.float32 else dot(a, tile)
+        wide = wide - first
     return total
+
+
+def leading_bits(x: Float[Array, "*N"]) -> Float[Array, "*N"]:
+    """Returns float32 numbers cut to the first 8 bits, which bfloat16 holds.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels.base.kernel_parts import leading_bits
+      >>> leading_bits(jnp.array([1 + 2.0**-7 + 2.0**-8])).tolist()
+      [1.0078125]
+    """
+    # By a mask: XLA removes a conversion to bfloat16 and back.
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(0xFFFF0000)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def zero(dtype: jnp.dtype) -> np.generic:

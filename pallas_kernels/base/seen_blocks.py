@@ -64,3 +64,21 @@ def hull(met: Bool[Array, ...], axis: int) -> tuple[Array, Array]:
     count = met.shape[axis]
     first = jnp.where(met, place, count).min(axis, initial=count)
     return first, jnp.where(met, place + 1, 0).max(axis, initial=0)
+
+
+def first_run(met: Bool[Array, ...], axis: int) -> tuple[Array, Array]:
+    """Returns the range [first, end) of the first true entries in a row along an axis.
+
+    Without a true entry, the range is empty.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels.base.seen_blocks import first_run
+      >>> [x.tolist() for x in first_run(jnp.array([[0, 1, 1, 0, 1], [0, 0, 0, 0, 0]], bool), 1)]
+      [[1, 5], [3, 5]]
+    """
+    place = jax.lax.broadcasted_iota(jnp.int32, met.shape, axis)
+    count = met.shape[axis]
+    first = jnp.where(met, place, count).min(axis, initial=count)
+    beyond = (place >= jnp.expand_dims(first, axis)) & ~met
+    return first, jnp.where(beyond, place, count).min(axis, initial=count)

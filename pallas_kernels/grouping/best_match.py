@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.base import route
-from pallas_kernels.base.kernel_parts import dot, dot_mixed, load_rows, program_part
+from pallas_kernels.base.kernel_parts import dot_mixed, load_rows, program_part
 from pallas_kernels.base.tiles import SMALLEST, Tile, power_of_two
 from pallas_kernels.grouping.cosine import inverse_length, round_cosine
 
@@ -159,10 +159,6 @@ def _dtypes(a: jnp.dtype, b: jnp.dtype) -> tuple[jnp.dtype, jnp.dtype]:
     return jnp.dtype(jnp.float32), jnp.dtype(jnp.float32)
 
 
-def _product(x: Float[Array, "M D"], y: Float[Array, "N D"]) -> Float[Array, "M N"]:
-    return dot(x, y.T) if x.dtype == y.dtype else dot_mixed(x, y.T)
-
-
 def _kernel(a, b, there, best, match, *, plan: _Plan):
     """Finds the best matches of a tile of A; the refs hold the arrays of one row and head."""
     (a_rows, channels), b_rows = a.shape, b.shape[0]
@@ -199,7 +195,7 @@ def _similar(
     x: Float[Array, "M D"], y: Float[Array, "N D"], channels: int, similarity: Similarity
 ) -> Float[Array, "M N"]:
     """Returns the similarities of two tiles; none is NaN, so that they can be ordered."""
-    product, fallback = _product(x, y), NOTHING
+    product, fallback = dot_mixed(x, y.T), NOTHING
     if similarity == "rounded_cosine":
         cosine = product * inverse_length(x)[:, None] * inverse_length(y)[None, :]
         product, fallback = round_cosine(cosine, channels, in_kernel=True), NO_NUMBER

@@ -7,7 +7,7 @@ import sys
 import jax
 import pytest
 
-from tests.gpu import compile_for_gpus
+from tests.gpu import compile_for_gpus, compiled_loops
 from tests.gpu.gpu_programs import methods
 from tests.support import ahead_of_time
 from tests.support.hlo_text import Program
@@ -131,6 +131,7 @@ def test_launches_are_counted():
 @pytest.mark.parametrize(
     ("command", "needs"),
     [(compile_for_gpus, "jax[cuda13] 0.11 or newer, on Python 3.12 or newer, and no GPU"),
+     (compiled_loops, "jax[cuda13] 0.11 or newer, on Python 3.12 or newer, and no GPU"),
      (compile_for_tpus, "jax[tpu] 0.11 or newer, on Python 3.12 or newer, and no TPU")],
 )  # fmt: skip
 def test_it_says_what_is_missing(command, needs, monkeypatch, capsys):
@@ -141,6 +142,28 @@ def test_it_says_what_is_missing(command, needs, monkeypatch, capsys):
     assert (
         f"needs {needs}; got jax {jax.__version__} on Python {sys.version.split()[0]}" in said.err
     )
+
+
+MACHINE_CODE = """\
+.text.split_attention:
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_0:
+        /*0010*/                   I2F.S8 R2, R1 ;
+%s
+        /*0020*/              @!P1 F2FP.BF16.F32.PACK_AB R2, R2, R1 ;
+        /*0030*/               @P0 BRA `(.L_x_0) ;
+.L_x_1:
+        /*0040*/                   BRA `(.L_x_1);
+"""
+
+
+def test_loops_are_found_in_machine_code():
+    """A jump to itself ends every program; it is none."""
+    adds = ["        /*0018*/                   FADD R2, R2, R1 ;"] * compiled_loops.SHORTEST
+    (loop,) = compiled_loops.loops(MACHINE_CODE % "\n".join(adds))
+    assert len(loop.instructions) == len(adds) + 3 and loop.conversions == 2
+    assert loop.instructions[-2].startswith("F2FP")
+    assert not compiled_loops.loops(MACHINE_CODE % adds[0])
 
 
 def test_devices_are_described():

@@ -24,8 +24,11 @@ COUNTS = {
     "rank_clusters": (2, 0), "kmeans": (3, 1), "greedy_cover": (4, 3),
 }  # fmt: skip
 SELECTING = "rank_clusters", "build_indices", "page_scores"
-# Lines that pass an array on.
-PASSED_ON = re.compile(rf"{re.escape(KERNEL)}|func\.(func|call)|stablehlo\.while|^ *\S*return ")
+# Lines that pass an array on, also as pairs of its numbers: the same bytes, as `make aot` shows.
+PASSED_ON = re.compile(
+    rf"{re.escape(KERNEL)}|func\.(func|call)|^ *\S*return "
+    r"|stablehlo\.(while|reshape|bitcast_convert)"
+)
 
 
 def first_word(program: Program) -> str:

@@ -22,11 +22,12 @@ from pallas_kernels import (
 )
 from pallas_kernels.attention import prompt_blocks
 from pallas_kernels.base import tiles
-from pallas_kernels.base.seen_blocks import hull, meets
+from pallas_kernels.base.seen_blocks import first_run, hull, meets, sees_all
 from tests.references.column_maxima import column_maxima as reference
 from tests.support import attention_cases
 from tests.support.attention_cases import Case, Shape, use_small_tiles
 from tests.support.implementations import EVERY, KERNELS, each_way
+from tests.support.marks import slow
 from tests.support.tolerances import close
 
 
@@ -137,6 +138,31 @@ NAMED = {str(shape): (shape,) for shape in SHAPES}
 )
 def test_prompts(shape, implementation, small_tiles):
     check(Case(shape), implementation)
+
+
+def mostly_seen(options):
+    """A prompt in order, without biases; a head has a free slot and a bias among its first ones."""
+    case = Case(Shape(group=2, dim=16, tokens=48, slots=96, options=options, shuffled=False))
+    rng = np.random.default_rng(5)
+    k, v = (jnp.asarray(rng.normal(size=case.k.shape), jnp.float32) for _ in range(2))
+    case.free = np.zeros_like(case.free)
+    case.free[1, 0, 20] = True
+    case.k, case.v = (x.at[1, 0, 20].set(jnp.nan) for x in (k, v))
+    case.bias = jnp.where(case.free, -jnp.inf, 0.0).at[1, 0, 3].set(2.0)
+    case.position = jnp.broadcast_to(jnp.arange(96, dtype=jnp.int32), case.position.shape)
+    return case
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("options", [{"window": 50}, *slow({}, {"soft_cap": 1.5})], ids=str)
+def test_tiles_that_need_no_mask(options, implementation, one_part):
+    """The kernels compute them by a loop of their own, for all heads, before the others."""
+    case = mostly_seen(options)
+    plain = sees_all(case.query, case.seen, options.get("window"), 16, 16)
+    first, end = first_run(plain, 3)
+    count = np.asarray(jnp.maximum(end - first, 0))
+    assert (count > 0).mean() > 0.5 and (count < 6).all()
+    check(case, implementation)
 
 
 def test_a_prompt_in_blocks_as_large_as_they_are():

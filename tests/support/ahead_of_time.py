@@ -124,11 +124,12 @@ def compiled(program: Program, mesh: Mesh, folder: Path | None, name: str, **kin
 
 def compile_for(
     mesh: Mesh, function: Callable, args: tuple, *, platform: str, donated: bool,
-    cores: int | None = None,
+    cores: int | None = None, options: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
     """The compiled function, for a mesh of one described device.
 
     The memory space of args counts. What is traced, and Pallas, ask for the platform and cores.
+    `options` are XLA's.
     """
     from jax.sharding import AbstractDevice, use_abstract_mesh
 
@@ -148,7 +149,7 @@ def compile_for(
         lowered = jitted.lower(*args)
     results = [jax.typeof(x) for x in jax.tree.leaves(out)]
     set_memory_kinds(lowered, jax.tree.leaves(args), results)
-    return lowered.compile()
+    return lowered.compile(options)
 
 
 def set_memory_kinds(lowered, args: Sequence, results: Sequence) -> None:
