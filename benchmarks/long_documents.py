@@ -7,9 +7,9 @@
 
 `memory`: a process of its own reads each length by each method, as a whole and in pieces of 2,048
 tokens. `grown` is by how much its greatest resident memory (Linux) is above what it was before,
-when all had been compiled. `seconds` are those of the reading. `layer` is the most temporary memory
-and output that XLA says of a compiled function of a layer. A whole prompt of these lengths is read
-once, so that its figures have compiling in them (`compiled`: false).
+when all had been compiled. `processor_seconds` are those that all cores spend on it. `layer` is the
+most temporary memory and output that XLA says of a compiled function of a layer. A whole prompt of
+these lengths is read once, so that its figures have compiling in them (`compiled`: false).
 
 `needles`: essays with four needles each, at depths that are spread evenly, all asked for when the
 document has been read and compressed; the share that greedy decoding writes.
@@ -70,20 +70,20 @@ def worker(args: argparse.Namespace, text: str, tokens: int, piece: int | None) 
     prompt_pass._read_layer = Watched()
 
     def read(document: list[int]) -> tuple[kvjax.Context, float]:
-        start = time.perf_counter()
+        start = time.process_time()
         context = kvjax.read(
             model, [document], transform=text, max_prompt=tokens + ROOM, max_new=NEW,
             document=tokenizer, piece=piece,
         )  # fmt: skip
         jax.block_until_ready(context.held)
-        return context, time.perf_counter() - start
+        return context, time.process_time() - start
 
     if piece is not None:
         read(document[: 2 * piece])  # the programs of the first piece, and of all further ones
     (context, seconds), grown = with_peak(lambda: read(document))
     temporary, outputs = max(layers)
     row = {
-        "grown": grown, "seconds": round(seconds, 1), "cache_bytes": context.nbytes,
+        "grown": grown, "processor_seconds": round(seconds, 1), "cache_bytes": context.nbytes,
         "layer": {"temporary": temporary, "outputs": outputs}, "compiled": piece is not None,
     }  # fmt: skip
     print(json.dumps(row))

@@ -601,6 +601,22 @@ def ruler_tasks(rows: Sequence[dict[str, Any]]) -> str:
     return markdown(["task", *(f"`{row['method']}`" for row in rows)], lines)
 
 
+def long_documents_memory(rows: Sequence[dict[str, Any]]) -> str:
+    """Memory and time of documents in pieces and as a whole, by `long_documents.py`."""
+    lines = [
+        [
+            f"`{row['method']}`", f"{row['tokens']:,}",
+            "whole" if row["piece"] is None else f"pieces of {row['piece']:,}",
+            f"{row['grown'] / 1e6:.0f} MB", f"{row['layer']['temporary'] / 1e6:.0f} MB",
+            f"{row['cache_bytes'] / 1e6:.0f} MB",
+            f"{1000 * row['processor_seconds'] / row['tokens']:.1f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    headings = ["method", "tokens", "read", "process grows by", "a layer, by XLA", "kept"]
+    return markdown([*headings, "processor seconds for 1,000 tokens"], lines)
+
+
 def kvpress_losses(rows: Sequence[dict[str, Any]]) -> str:
     """Tabulates what is recovered of the losses of right answers, by `vs_kvpress.py kvzip`."""
     by_method: dict[tuple[str, str], dict[float, str]] = {}
@@ -672,6 +688,7 @@ def tables(folders: dict[str, Results]) -> tuple[list[Results], dict[str, str]]:
         **{name: page_recall(read(name)) for name in PAGE_RECALL},
         **{f"errors_{name}": page_errors(read(name)) for name in PAGE_RECALL},
         "gpu_loops": gpu_loops(read("gpu_loops_before")["rows"], read("gpu_loops")["rows"]),
+        "long_documents_memory": long_documents_memory(read("long_documents_memory_qwen")["rows"]),
         "step_times": step_times(read("step_times_smollm2")["rows"]),
         "first": first([folders["needles_small_smollm2"], folders["needles"]]),
         **{made.__name__: made(read("vs_kvpress_kvzip_smollm2")["rows"]) for made in KVZIP},
