@@ -5,11 +5,12 @@
     python benchmarks/long_documents.py needles --model FILE --text essays.txt \\
         --sample wikitext2.valid.txt --out benchmarks/results/long_documents_needles_qwen.json
 
-`memory`: a process of its own reads each length by each method, as a whole and in pieces of 2,048
-tokens. `grown` is by how much its greatest resident memory (Linux) is above what it was before,
-when all had been compiled. `processor_seconds` are those that all cores spend on it. `layer` is the
-most temporary memory and output that XLA says of a compiled function of a layer. A whole prompt of
-these lengths is read once, so that its figures have compiling in them (`compiled`: false).
+`memory`: a process of its own reads a document by each method, as a whole and in pieces of 2,048
+tokens. `grown` is by how much its greatest resident memory (Linux) is above what it was before, and
+`processor_seconds` are those that all cores have spent since; in pieces both are noted behind each
+piece, when all has been compiled. A whole prompt is read once, and its figures have compiling in
+them. `layer` is the most temporary memory and output that XLA says of a compiled function of a
+layer.
 
 `needles`: essays with four needles each, at depths that are spread evenly, all asked for when the
 document has been read and compressed; the share that greedy decoding writes.
@@ -20,6 +21,7 @@ Rows go into `--cells`, and a run that was stopped goes on.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -30,7 +32,7 @@ from typing import Any
 from common import Rows, save
 
 PIECE = 2048
-MEMORY = {4_000: True, 16_000: True, 32_000: False}  # tokens, and whether the whole is read too
+MEMORY = (4_000, None), (16_000, None), (32_000, PIECE)  # tokens of a document, and of a piece
 METHODS = "snapkv(budget=1024)", "own_queries(budget=1024)"
 NEEDLES = 4
 ASKED = (
@@ -45,7 +47,8 @@ def worker(args: argparse.Namespace, text: str, tokens: int, piece: int | None) 
     import jax
 
     import kvjax
-    from kvjax.evaluation.memory import with_peak
+    from kvjax.compiled_code import give_back_freed
+    from kvjax.evaluation.memory import forget_peak, resident
     from kvjax.generation import prompt_pass
     from kvjax.models import from_pretrained, load_tokenizer
 
@@ -69,22 +72,29 @@ def worker(args: argparse.Namespace, text: str, tokens: int, piece: int | None) 
 
     prompt_pass._read_layer = Watched()
 
-    def read(document: list[int]) -> tuple[kvjax.Context, float]:
-        start = time.process_time()
-        context = kvjax.read(
+    def read(document: list[int], on_piece: Any = None) -> kvjax.Context:
+        in_pieces = {} if piece is None else {"piece": piece, "on_piece": on_piece}
+        return kvjax.read(
             model, [document], transform=text, max_prompt=tokens + ROOM, max_new=NEW,
-            document=tokenizer, piece=piece,
+            document=tokenizer, **in_pieces,
         )  # fmt: skip
-        jax.block_until_ready(context.held)
-        return context, time.process_time() - start
 
     if piece is not None:
         read(document[: 2 * piece])  # the programs of the first piece, and of all further ones
-    (context, seconds), grown = with_peak(lambda: read(document))
+    give_back_freed()
+    forget_peak()
+    before, start, behind = resident("VmRSS"), time.process_time(), []
+
+    def note(context: kvjax.Context) -> None:
+        spent, grown = time.process_time() - start, resident("VmHWM") - before
+        behind.append([int(context.length[0]), grown, round(spent, 1)])
+
+    context = jax.block_until_ready(read(document, note))
+    note(context)
     temporary, outputs = max(layers)
     row = {
-        "grown": grown, "processor_seconds": round(seconds, 1), "cache_bytes": context.nbytes,
-        "layer": {"temporary": temporary, "outputs": outputs}, "compiled": piece is not None,
+        "behind": behind, "cache_bytes": context.nbytes,
+        "layer": {"temporary": temporary, "outputs": outputs},
     }  # fmt: skip
     print(json.dumps(row))
 
@@ -92,16 +102,14 @@ def worker(args: argparse.Namespace, text: str, tokens: int, piece: int | None) 
 def memory(args: argparse.Namespace) -> None:
     """Measures memory and seconds."""
     rows = Rows(args.cells, {"benchmark": "long_documents_memory", "piece": PIECE, **about(args)})
-    for tokens, as_a_whole in MEMORY.items():
-        for text in METHODS:
-            for piece in (PIECE, None) if as_a_whole else (PIECE,):
-                key = {"method": text, "tokens": tokens, "piece": piece}
-                if rows.has(**key):
-                    continue
-                line = [sys.executable, __file__, "memory", "--model", args.model]
-                line += ["--text", args.text, "--worker", json.dumps([text, tokens, piece])]
-                done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True)
-                rows.add(**key, **json.loads(done.stdout))
+    for text, (tokens, piece) in itertools.product(METHODS, MEMORY):
+        key = {"method": text, "tokens": tokens, "piece": piece}
+        if rows.has(**key):
+            continue
+        line = [sys.executable, __file__, "memory", "--model", args.model, "--text", args.text]
+        line += ["--worker", json.dumps([text, tokens, piece])]
+        done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True)
+        rows.add(**key, **json.loads(done.stdout))
     save(args.out, {**rows.about, "rows": rows.rows})
 
 
