@@ -35,9 +35,17 @@ def test_reading_goes_on_where_it_stopped(name):
     for context in saved:
         before = context.copy()
         again = kvjax.read(model(), LONG, piece=16, context=context)
-        same_arrays(again, whole)
+        if name != "offload":  # whose free slots keep what was in them, in host memory
+            same_arrays(again, whole)
         same_arrays(context, before)
-    assert generate(QUESTIONS, again).tokens == generate(QUESTIONS, whole).tokens
+        same_arrays(again.logits, whole.logits)
+        for part, other in zip(*(layer_caches(x.caches) for x in (again, whole)), strict=True):
+            same_arrays(
+                (part.kv.position, part.kv.log_mass), (other.kv.position, other.kv.log_mass)
+            )
+    questions = [generate(QUESTIONS, each) for each in (again, whole)]
+    assert questions[0].tokens == questions[1].tokens
+    same_arrays(questions[0].context.logits, questions[1].context.logits)
 
 
 def test_the_full_cache_does_not_see_pieces():
