@@ -66,6 +66,9 @@ def save_context(
     holds already is removed when the new one is complete. An interrupted save leaves the earlier
     context in place, and the next save removes what it left.
 
+    All processes that share the model's mesh must call it. Each gathers the context on one of its
+    devices, the first one writes, and all of them return when the folder is complete.
+
     Args:
       path: a folder that does not exist yet, that holds a context or the rest of an interrupted
         save, or that is empty except for hidden files.
@@ -77,7 +80,7 @@ def save_context(
     Raises:
       ValueError: the context is of another model, the method has no expression, `about` is no
         JSON, or `path` is something other than a context.
-      OSError: the folder cannot be written.
+      OSError: the folder cannot be written, or another process of the mesh has failed.
 
     Example:
       >>> import tempfile, kvjax
@@ -147,7 +150,8 @@ def load_context(
 ) -> Context:
     """Reads the context that `save_context` wrote, onto the default device or the model's mesh.
 
-    It is at rest, as `kvjax.read` returns it.
+    It is at rest, as `kvjax.read` returns it. All processes that share the model's mesh must call
+    it, and each reads the folder.
 
     Nothing in the folder is executed: it is read as JSON and arrays. The caches are those that this
     version of kvjax makes for the method.

@@ -12,14 +12,12 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 import kvjax
+from kvjax.generation import context_files
 from tests.devices.contexts import QUESTIONS, answer
 from tests.devices.many_devices import model, prompts, transform
 from tests.support.attending import numbers
-from tests.support.tolerances import TOLERANCES
 
 # How the mesh's devices follow each other: rows are divided between two processes, or heads.
 ACROSS = {"rows": (2, 4, False), "heads": (2, 4, True)}
@@ -32,34 +30,20 @@ def read(own, method: str) -> kvjax.Context:
 
 
 def same(context: kvjax.Context, other: kvjax.Context) -> bool:
-    """Whether this process has the same parts of all arrays, bit for bit, in the same memories."""
+    """Whether two contexts on one device are the same, bit for bit, in the same memories."""
     if jax.tree.structure(context) != jax.tree.structure(other):
         return False
     return all(
-        x.sharding == y.sharding
-        and all(
-            numbers(a.data).tobytes() == numbers(b.data).tobytes()
-            for a, b in zip(x.addressable_shards, y.addressable_shards, strict=True)
-        )
-        for x, y in zip(jax.tree.leaves(context), jax.tree.leaves(other), strict=True)
-    )
-
-
-def as_near_as_sums(context: kvjax.Context, other: kvjax.Context) -> bool:
-    """Whether arrays are the same up to the order in which devices add."""
-    return all(
-        np.allclose(numbers(x), numbers(y), **TOLERANCES["float32"])
-        if jnp.issubdtype(x.dtype, jnp.floating)
-        else np.array_equal(numbers(x), numbers(y))
+        x.sharding == y.sharding and numbers(x).tobytes() == numbers(y).tobytes()
         for x, y in zip(jax.tree.leaves(context), jax.tree.leaves(other), strict=True)
     )
 
 
 def before(folder: Path, method: str) -> dict:
-    """One device and a mesh of one process save what they have read."""
-    for name, sizes in {"one device": (), **ACROSS}.items():
+    """One device, and a mesh of one process, save what they have read."""
+    for name, sizes in {"one device": (), "mesh": (2, 4)}.items():
         own = model(*sizes)
-        kvjax.save_context(folder / f"{name} in one", read(own, method), model=own)
+        kvjax.save_context(folder / name, read(own, method), model=own)
     return {}
 
 
@@ -69,30 +53,49 @@ def both(folder: Path, method: str) -> dict:
     for name, sizes in ACROSS.items():
         own = model(*sizes)
         context = read(own, method)
-        kvjax.save_context(folder / f"{name} in two", context, model=own)
-        again = kvjax.load_context(folder / f"{name} in two", own)
-        result[f"{name}: the same parts"] = same(context, again)
-        loaded = kvjax.load_context(folder / "one device in one", own)
-        kvjax.save_context(folder / f"{name} back", loaded, model=own)
-        divided = [not x.is_fully_addressable for x in jax.tree.leaves(loaded)]
-        result[f"{name}: on both"] = all(divided)
-        for of, each in {"read": context, "loaded": again, "of one device": loaded}.items():
-            result[f"{name}: {of}"] = answer(own, each, QUESTIONS).tokens
+        kvjax.save_context(folder / name, context, model=own)
+        again = kvjax.load_context(folder / name, own)
+        result[f"{name}: kept"] = same(context.at_rest_on(None), again.at_rest_on(None))
+        pairs = zip(jax.tree.leaves(context), jax.tree.leaves(again), strict=True)
+        result[f"{name}: places"] = all(x.sharding == y.sharding for x, y in pairs)
+        for where in ("one device", "mesh"):
+            loaded = kvjax.load_context(folder / where, own)
+            divided = [not x.is_fully_addressable for x in jax.tree.leaves(loaded)]
+            result[f"{name}: {where} on both"] = all(divided)
+            kvjax.save_context(folder / f"{where} by {name}", loaded, model=own)
+            result[f"{name}: tokens of {where}"] = answer(own, loaded, QUESTIONS).tokens
+        result[f"{name}: tokens of {name}"] = answer(own, again, QUESTIONS).tokens
+    result["a failure"] = failure(folder, own, again)
     return result
+
+
+def failure(folder: Path, own, context: kvjax.Context) -> bool:
+    """Whether every process raises if the one that writes fails."""
+
+    def fail(*args):
+        raise OSError("the disk is full")
+
+    write, context_files._write = context_files._write, fail
+    try:
+        kvjax.save_context(folder / "rows", context, model=own)
+    except OSError as error:
+        said = "the disk is full" if jax.process_index() == 0 else "another process of the mesh"
+        return str(error).startswith(said)
+    finally:
+        context_files._write = write
+    return False
 
 
 def after(folder: Path, method: str) -> dict:
     """One device loads all of them."""
     one, result = model(), {}
-    first = kvjax.load_context(folder / "one device in one", one)
+    contexts = {place.name: kvjax.load_context(place, one) for place in folder.iterdir()}
+    for where in ("one device", "mesh", *ACROSS):
+        result[f"tokens of {where}"] = answer(one, contexts[where], QUESTIONS).tokens
     for name in ACROSS:
-        alone, two, back = (
-            kvjax.load_context(folder / f"{name} {where}", one)
-            for where in ("in one", "in two", "back")
-        )
-        result[f"{name}: as one process"] = as_near_as_sums(alone, two)
-        result[f"{name}: there and back"] = same(first, back)
-        result[f"{name}: tokens"] = answer(one, two, QUESTIONS).tokens
+        for where in ("one device", "mesh"):
+            back = contexts[f"{where} by {name}"]
+            result[f"{where} and back by {name}"] = same(contexts[where], back)
     return result
 
 
