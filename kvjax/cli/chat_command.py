@@ -215,7 +215,7 @@ class Chat:
         self._context = result.context
         ended_by = tuple(end for end in result.ended_by if end is not None)
         turns = dataclasses.replace(settings, ended_by=ended_by)
-        self._state = dataclasses.replace(self._state, conversation=turns, unfinished=None)
+        self._state = dataclasses.replace(self._state, conversation=turns, reading=None)
         if begins:
             self._opened.print_double_start(self._dialogue, [prompt])
         if is_cut(row, result, 0, max_new):

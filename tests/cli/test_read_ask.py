@@ -11,6 +11,7 @@ from rich.filesize import decimal
 
 import kvjax
 from kvjax.cli.main import main
+from kvjax.cli.saved import Saved
 from kvjax.cli.templates import Dialogue
 from kvjax.generation.context_files import context_about
 from kvjax.generation.continuation import TextDecoder, new_text
@@ -238,7 +239,7 @@ def test_pieces_give_one_context_however_often_it_is_stopped(
     record, out = read(*options), tmp_path / "out"
     tokens = record["prompt_tokens"]
     whole = kvjax.load_context(out, from_pretrained(tinystories))
-    assert "unfinished" not in context_about(out)
+    assert Saved.of(out).unfinished is None
 
     save, saved = kvjax.save_context, []
 
