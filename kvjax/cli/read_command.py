@@ -152,10 +152,11 @@ def run(args: argparse.Namespace) -> None:
         if left:
             records, whole = _read(left, tokens[0], transform, args, opened, display)
     about = {
-        **dataclasses.replace(documents[0].saved, document=None, reading=None).about(),
+        **dataclasses.replace(documents[0].saved, reading=None).about(),
         "model": opened.name, "out": args.out, "max_questions": max_questions,
         "max_new": args.max_new, "whole": None if whole is None else whole._asdict(),
     }  # fmt: skip
+    del about["document"]
     opened.print_double_start(dialogue, tokens)
     rows = [
         {
@@ -289,7 +290,6 @@ def _print_library(
     """Prints what a library holds of the documents that were given."""
     if args.json:
         places = [{"out": str(document.out), "read": bool(document.rest)} for document in documents]
-        about.pop("document")
         rows = [row | place for row, place in zip(rows, places, strict=True)]
         print(json.dumps({**about, "documents": rows}))
         return
