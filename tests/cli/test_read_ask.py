@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 
-import jax
 import pytest
 from rich.filesize import decimal
 
@@ -74,20 +73,6 @@ def test_questions_are_answered_as_after_the_document(capsys, read, tinystories,
     assert "question 2 has " in said and said.endswith("read a larger --max-questions\n")
     said = error(capsys, "ask", tmp_path / "out", "One", "--max-new", "21")
     assert "--max-new must be at most 20, got 21: give kvjax read a larger --max-new" in said
-
-
-@pytest.fixture
-def compiled():
-    """Has an entry for each program that was compiled."""
-    names = []
-
-    def note(name, seconds, **about):
-        if name.endswith("/backend_compile_duration"):
-            names.append(about.get("fun_name"))
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    yield names
-    jax.monitoring.unregister_event_duration_listener(note)
 
 
 def test_three_questions_compile_nothing_after_four(capsys, compiled, read, tmp_path):
