@@ -215,25 +215,71 @@ def mesh_of(params: Any) -> Mesh | None:
     return None
 
 
-def put(x: np.ndarray | Array, mesh: Mesh | None, *axes: str | None) -> Array:
-    """Puts an array of the host on a mesh; without a mesh, on the default device.
+def put(
+    x: np.ndarray | Array, mesh: Mesh | None, *axes: str | None, memory: str | None = None
+) -> Array:
+    """Puts an array of the host, or of this process, on a mesh or else on the default device.
 
     Processes that share a mesh must all give the same array.
 
     Args:
       axes: the axes of the mesh that divide the first axes of the array.
+      memory: kind of the devices' memory; None: the default one.
     """
     if mesh is None:
         return jnp.asarray(x)
-    x, sharding = np.asarray(x), NamedSharding(mesh, PartitionSpec(*axes))
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        numbers = put(jax.random.key_data(x), mesh, *axes)
+        return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
+    x, sharding = np.asarray(x), NamedSharding(mesh, PartitionSpec(*axes), memory_kind=memory)
     return jax.make_array_from_callback(x.shape, sharding, lambda index: np.asarray(x[index]))
 
 
 def on_one_device(x: Array) -> Array:
-    """Puts an array of a mesh on one device, into the kind of memory that it is in."""
+    """Puts an array of a mesh on a device of this process, into the kind of memory that it is in.
+
+    Processes that share the mesh must all call it, and each gets the whole array.
+    """
     memory = x.sharding.memory_kind
+    if not x.is_fully_addressable:
+        on_every_device = NamedSharding(x.sharding.mesh, PartitionSpec(), memory_kind=memory)
+        # Waiting keeps the order: processes that send two arrays in two orders wait for ever.
+        x = jax.block_until_ready(jax.device_put(x, on_every_device)).addressable_data(0)
     where = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind=memory)
     return jax.device_put(x, where)
+
+
+@contextlib.contextmanager
+def by_first_process(mesh: Mesh | None) -> Iterator[bool]:
+    """Tells whether this process is to do what one of those that share a mesh does for all.
+
+    When the block ends, every process waits until all of them are there.
+
+    Args:
+      mesh: the mesh; None: this process does everything for itself.
+
+    Raises:
+      OSError: the block has failed in another process.
+    """
+    processes = (
+        {jax.process_index()} if mesh is None else {x.process_index for x in mesh.devices.flat}
+    )
+    failed = True
+    try:
+        yield jax.process_index() == min(processes)
+        failed = False
+    finally:
+        failed_anywhere = len(processes) > 1 and _any_process(failed, mesh)
+    if failed_anywhere:
+        raise OSError("another process of the mesh has failed: its own error says how")
+
+
+def _any_process(flag: bool, mesh: Mesh) -> bool:
+    """Returns whether the flag of any process that shares a mesh is set."""
+    by_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    flags = jax.make_array_from_callback((mesh.size,), by_device, lambda _: np.array([flag]))
+    on_every_device = NamedSharding(mesh, PartitionSpec())
+    return bool(jax.jit(jnp.any, out_shardings=on_every_device)(flags).addressable_data(0))
 
 
 def put_by_rows(x: np.ndarray | Array, mesh: Mesh | None) -> Array:

@@ -24,7 +24,7 @@ from kvjax.attention.layer import (
 )
 from kvjax.budgets.layers import layers_of
 from kvjax.cache.rope import Rope
-from kvjax.devices import Placement
+from kvjax.devices import Placement, put
 from kvjax.protocol import AttentionOptions, KVTransform
 from kvjax.storage.offload.payload import HOST_MEMORY
 
@@ -194,11 +194,14 @@ def placed(cache: Cache) -> Cache:
         return cache
 
     def place(x: jax.Array, spec: P) -> jax.Array:
-        if jax.typeof(x).memory_space == jax.memory.Space.Host:
-            if isinstance(x, jax.core.Tracer):
-                return x  # it stays where the call on each device has put it
-            where = NamedSharding(placement.mesh, spec, memory_kind=HOST_MEMORY)
-            return jax.device_put(x, where)
-        return jax.lax.with_sharding_constraint(x, NamedSharding(placement.mesh, spec))
+        on_host = jax.typeof(x).memory_space == jax.memory.Space.Host
+        where = NamedSharding(placement.mesh, spec, memory_kind=HOST_MEMORY if on_host else None)
+        if isinstance(x, jax.core.Tracer):
+            # On the host it stays where the call on each device has put it.
+            return x if on_host else jax.lax.with_sharding_constraint(x, where)
+        if x.is_fully_addressable and not where.is_fully_addressable:
+            return put(x, placement.mesh, *spec, memory=where.memory_kind)
+        move = jax.device_put if on_host else jax.lax.with_sharding_constraint
+        return move(x, where)
 
     return jax.tree.map(place, cache, cache_specs(cache))

@@ -13,6 +13,7 @@ from kvjax.cli import options
 from kvjax.cli.answers import Row, is_cut, write
 from kvjax.cli.chat_input import Interrupts, interrupts_counted, lines
 from kvjax.cli.inputs import check_text, standard_input
+from kvjax.cli.library import check_no_library
 from kvjax.cli.opened import OpenedModel, check_counts, check_sampling
 from kvjax.cli.saved import Conversation, Room, Saved, absolute_model, check_out
 from kvjax.cli.sizes import Whole, kept_and_room
@@ -137,6 +138,10 @@ class Chat:
                 )  # fmt: skip
             else:
                 _check_no_more(args)
+                check_no_library(
+                    Path(folder),
+                    f"kvjax chat {Path(folder) / 'NAME'} is about one, kvjax ask {folder} asks all",
+                )
                 self._state = Saved.of(folder)
                 before = self._state.conversation
                 check_sampling(args, None if before is None else before.sampling)
@@ -215,7 +220,7 @@ class Chat:
         self._context = result.context
         ended_by = tuple(end for end in result.ended_by if end is not None)
         turns = dataclasses.replace(settings, ended_by=ended_by)
-        self._state = dataclasses.replace(self._state, conversation=turns, unfinished=None)
+        self._state = dataclasses.replace(self._state, conversation=turns, reading=None)
         if begins:
             self._opened.print_double_start(self._dialogue, [prompt])
         if is_cut(row, result, 0, max_new):

@@ -116,22 +116,31 @@ def print_rows(
       several: whether JSON has a list of rows, each with its input.
       name: name of the inputs in JSON.
     """
-    cut = [is_cut(row, result, number, most) for number, row in enumerate(rows)]
-    results = [
-        {
-            name: text, "text": row.text, "prompt_tokens": tokens, "new_tokens": row.new_tokens,
-            "finish_reason": "length" if is_short else "stop",
-        }
-        for text, row, tokens, is_short in zip(texts, rows, result.prompt_tokens, cut, strict=True)
-    ]  # fmt: skip
+    results = results_of(texts, rows, result, most, name)
     if as_json:
         if not several:
             results[0].pop(name)
         print(json.dumps({**record, **({"results": results} if several else results[0])}))
         return
+    cut = [row["finish_reason"] == "length" for row in results]
     tokens = {name: sum(row[name] for row in results) for name in ("prompt_tokens", "new_tokens")}
     share = f"{sum(cut)} of {len(cut)} " if len(cut) > 1 else ""
     print_figures({**record, **tokens}, f"{share}cut by --max-new" if any(cut) else "")
+
+
+def results_of(
+    texts: Sequence[str], rows: Sequence[Row], result: kvjax.Generation, most: int, name: str
+) -> list[dict[str, Any]]:
+    """Returns what JSON has of each row; arguments as for `print_rows`."""
+    return [
+        {
+            name: text, "text": row.text, "prompt_tokens": tokens, "new_tokens": row.new_tokens,
+            "finish_reason": "length" if is_cut(row, result, number, most) else "stop",
+        }
+        for number, (text, row, tokens) in enumerate(
+            zip(texts, rows, result.prompt_tokens, strict=True)
+        )
+    ]  # fmt: skip
 
 
 def on_step(

@@ -45,28 +45,33 @@ class Conversation:
         return cls(**{**record, "ended_by": ended_by, "sampling": sampling})
 
 
-class Unfinished(NamedTuple):
-    """How far a document has been read that is read in pieces.
+class Reading(NamedTuple):
+    """A reading of a document: what decides its context beside the method, and how far it came.
 
     Args:
       read: tokens that have been read.
       tokens: of the whole document.
-      piece: tokens of a piece.
+      piece: tokens of a piece; None: all are read at once.
+      max_questions, max_new: room for the tokens of questions and of answers.
       digest: SHA-256 of the whole document's token ids.
     """
 
     read: int
     tokens: int
-    piece: int
+    piece: int | None
+    max_questions: int
+    max_new: int
     digest: str
 
     @classmethod
-    def of(cls, document: Sequence[int], piece: int, read: int = 0) -> Unfinished:
-        """Describes a document of which some tokens have been read."""
+    def of(
+        cls, document: Sequence[int], piece: int | None, max_questions: int, max_new: int
+    ) -> Reading:
+        """Describes a document that has been read to its end."""
         digest = hashlib.sha256(np.asarray(document, "<i8").tobytes()).hexdigest()
-        return cls(read, len(document), piece, digest)
+        return cls(len(document), len(document), piece, max_questions, max_new, digest)
 
-    def line(self, folder: str) -> str:
+    def line(self, folder: object) -> str:
         """Returns the line that says how far the document has been read."""
         return (
             f"{folder} holds the first {self.read:,} of {self.tokens:,} tokens: its kvjax read, "
@@ -84,7 +89,7 @@ class Saved:
       method, budget: of the compression, as they were given.
       raw: whether texts are fed as they are, without the model's chat template.
       conversation: None: no question about the document has been answered yet.
-      unfinished: how far the document has been read; None: all of it.
+      reading: how the document was read; None: the context is no longer the document's alone.
     """
 
     model: str | None
@@ -93,10 +98,10 @@ class Saved:
     budget: int | float | None
     raw: bool
     conversation: Conversation | None = None
-    unfinished: Unfinished | None = None
+    reading: Reading | None = None
 
     @classmethod
-    def of(cls, folder: str) -> Saved:
+    def of(cls, folder: str | Path) -> Saved:
         """Reads what was saved with the context of a folder, before any array is read.
 
         Raises:
@@ -112,24 +117,50 @@ class Saved:
         record = about.get("conversation")
         try:
             conversation = None if record is None else Conversation.of(record)
-            so_far = about.get("unfinished")
-            unfinished = None if so_far is None else Unfinished(**so_far)
+            read = about.get("reading")
+            reading = None if read is None else Reading(**read)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"what {folder} says of itself is damaged: {error}") from error
         so_named = {name: about[name] for name in names}
-        return cls(**so_named, conversation=conversation, unfinished=unfinished)
+        return cls(**so_named, conversation=conversation, reading=reading)
+
+    @classmethod
+    def before(cls, folder: Path, wanted: Saved) -> Reading | None:
+        """Returns how far an earlier command has come that makes the same of the same tokens.
+
+        None: the folder holds nothing that such a command has read. The document's file may have
+        had another name.
+
+        Args:
+          wanted: what the command will have saved.
+        """
+        try:
+            saved = cls.of(folder)
+        except (ValueError, OSError):  # there is none
+            return None
+        if saved.reading is None or wanted.reading is None:
+            return None
+        reading = wanted.reading._replace(read=saved.reading.read)
+        like = dataclasses.replace(wanted, document=saved.document, reading=reading)
+        return reading if saved == like else None
+
+    @property
+    def unfinished(self) -> Reading | None:
+        """How far the document has been read; None: to its end."""
+        reading = self.reading
+        return None if reading is None or reading.read == reading.tokens else reading
 
     def about(self) -> dict[str, Any]:
         """Returns what `save_context` takes as `about`."""
         record = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        conversation, unfinished = record.pop("conversation"), record.pop("unfinished")
+        conversation, reading = record.pop("conversation"), record.pop("reading")
         if conversation is not None:
             record["conversation"] = conversation.as_json()
-        if unfinished is not None:
-            record["unfinished"] = unfinished._asdict()
+        if reading is not None:
+            record["reading"] = reading._asdict()
         return record
 
-    def model_name(self, given: str | None, folder: str) -> str | None:
+    def model_name(self, given: str | None, folder: str | Path) -> str | None:
         """Returns the model of `--model`, or else the model of the context in this folder.
 
         Raises:
@@ -167,6 +198,11 @@ class Room(NamedTuple):
     prompt: int
     new: int
     positions: int | None
+
+    @classmethod
+    def for_questions(cls, reading: Reading) -> Room:
+        """Returns the room that was made for questions about a document, and for answers."""
+        return cls(reading.max_questions, reading.max_new, None)
 
     @classmethod
     def of(cls, context: kvjax.Context, positions: int | None) -> Room:

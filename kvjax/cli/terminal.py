@@ -84,7 +84,15 @@ class Display(progress.Progress):
             self.show(0, None, line)
 
     def reading(
-        self, layers: int, tokens: int, piece: int | None = None, read: int = 0
+        self,
+        layers: int,
+        tokens: int,
+        piece: int | None = None,
+        read: int = 0,
+        *,
+        before: int = 0,
+        after: int = 0,
+        what: str = "",
     ) -> Callable[[int], None] | None:
         """Returns an `on_layer` for `kvjax.generate` and `read`; None if nothing is shown.
 
@@ -93,16 +101,19 @@ class Display(progress.Progress):
           tokens: of the prompt.
           piece: tokens that are read at a time; None: all of them.
           read: tokens that have been read before.
+          before, after: tokens of other prompts, which the bar counts too.
+          what: names what is read in place of its tokens.
         """
-        steps, pieces = itertools.count(1), -(-(tokens - read) // (piece or tokens))
+        steps, rest = itertools.count(1), tokens - read
 
         def show(layer: int) -> None:
             step = next(steps)
             begun = read + ((step - 1) // layers) * (piece or 0)
-            work = f"reading {tokens:,} tokens: layer {layer + 1} of {layers}"
+            work = f"reading {what or f'{tokens:,} tokens'}: layer {layer + 1} of {layers}"
             if piece:
                 work += f" for those from {begun:,} on"
-            self.show(step, layers * pieces, work)
+            done = min(step * (piece or rest), layers * rest)
+            self.show(layers * before + done, layers * (before + rest + after), work)
 
         return None if self.disable else show
 

@@ -22,7 +22,7 @@ from kvjax.attention.resting import LayerRest, rest, rest_sizes_of, sizes_of
 from kvjax.calibration import Calibration, Learner
 from kvjax.compose.bind import bind
 from kvjax.compose.walks import map_methods
-from kvjax.devices import automatic, mesh_of
+from kvjax.devices import automatic, by_first_process, mesh_of
 from kvjax.files import VERSION, is_hidden
 from kvjax.generation.calibration import from_arrays, others_of
 from kvjax.generation.context import Context
@@ -66,6 +66,9 @@ def save_context(
     holds already is removed when the new one is complete. An interrupted save leaves the earlier
     context in place, and the next save removes what it left.
 
+    All processes that share the model's mesh must call it. Each gathers the context on one of its
+    devices, the first one writes, and all of them return when the folder is complete.
+
     Args:
       path: a folder that does not exist yet, that holds a context or the rest of an interrupted
         save, or that is empty except for hidden files.
@@ -77,7 +80,7 @@ def save_context(
     Raises:
       ValueError: the context is of another model, the method has no expression, `about` is no
         JSON, or `path` is something other than a context.
-      OSError: the folder cannot be written.
+      OSError: the folder cannot be written, or another process of the mesh has failed.
 
     Example:
       >>> import tempfile, kvjax
@@ -97,6 +100,7 @@ def save_context(
     check_free(folder)
     # What a method has learned has a name in its expression, and lies beside it.
     transform, calibrations = _with_names(context.transform)
+    mesh = context.size.mesh
     context = context.at_rest_on(None)  # files do not tell of a mesh
     leaves = jax.tree.leaves(context)
     arrays = {f"{n:05d}": _plain(leaf) for n, leaf in enumerate(leaves)}
@@ -125,6 +129,13 @@ def save_context(
         json.dumps(content, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"about must be what JSON can hold: {error}") from error
+    with by_first_process(mesh) as writes:
+        if writes:
+            _write(folder, arrays, content)
+
+
+def _write(folder: Path, arrays: dict[str, np.ndarray], content: dict[str, Any]) -> None:
+    """Writes a checkpoint, which takes the place of the earlier ones."""
     folder.mkdir(parents=True, exist_ok=True)
     step = 1 + max((int(place.name) for place in _steps(folder)), default=0)
     items = {_ARRAYS: ocp.args.PyTreeSave(arrays), _ABOUT: ocp.args.JsonSave(content)}
@@ -139,7 +150,8 @@ def load_context(
 ) -> Context:
     """Reads the context that `save_context` wrote, onto the default device or the model's mesh.
 
-    It is at rest, as `kvjax.read` returns it.
+    It is at rest, as `kvjax.read` returns it. All processes that share the model's mesh must call
+    it, and each reads the folder.
 
     Nothing in the folder is executed: it is read as JSON and arrays. The caches are those that this
     version of kvjax makes for the method.
@@ -263,9 +275,21 @@ def _remove_all_but(folder: Path, kept: str) -> None:
 
 @contextlib.contextmanager
 def _checkpointer() -> Iterator[ocp.Checkpointer]:
-    """Opens Orbax's checkpointer, without its log lines."""
-    handlers = {_ABOUT: ocp.JsonCheckpointHandler(), _ARRAYS: ocp.PyTreeCheckpointHandler()}
-    with quiet(), ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as checkpointer:
+    """Opens Orbax's checkpointer, without its log lines; it waits for no other process."""
+    this = jax.process_index()
+    alone = {
+        "multiprocessing_options": ocp.options.MultiprocessingOptions(
+            primary_host=this, active_processes={this}, barrier_sync_key_prefix=f"kvjax{this}"
+        )
+    }
+    handler = ocp.CompositeCheckpointHandler(
+        composite_options=ocp.CompositeOptions(**alone),
+        **{
+            _ABOUT: ocp.JsonCheckpointHandler(**alone),
+            _ARRAYS: ocp.PyTreeCheckpointHandler(**alone),
+        },
+    )
+    with quiet(), ocp.Checkpointer(handler, **alone) as checkpointer:
         yield checkpointer
 
 
@@ -370,7 +394,7 @@ def _placed(x: np.ndarray, like: jax.ShapeDtypeStruct, memory: str) -> Array:
     if memory != HOST_MEMORY:
         return jnp.asarray(x)
     return jax.device_put(
-        x, jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=memory)
+        x, jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind=memory)
     )
 
 

@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
+import jax
 import pytest
 
 from kvjax import models
@@ -37,6 +38,20 @@ def no_weights(monkeypatch):
 
     monkeypatch.setattr(models, "from_pretrained", refuse)
     monkeypatch.setattr(models, "random_decoder", refuse)
+
+
+@pytest.fixture
+def compiled():
+    """Has an entry for each program that was compiled."""
+    names = []
+
+    def note(name, seconds, **about):
+        if name.endswith("/backend_compile_duration"):
+            names.append(about.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(note)
 
 
 @pytest.fixture(scope="session")

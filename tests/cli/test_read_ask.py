@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 
-import jax
 import pytest
 from rich.filesize import decimal
 
 import kvjax
 from kvjax.cli.main import main
+from kvjax.cli.saved import Saved
 from kvjax.cli.templates import Dialogue
 from kvjax.generation.context_files import context_about
 from kvjax.generation.continuation import TextDecoder, new_text
@@ -73,20 +73,6 @@ def test_questions_are_answered_as_after_the_document(capsys, read, tinystories,
     assert "question 2 has " in said and said.endswith("read a larger --max-questions\n")
     said = error(capsys, "ask", tmp_path / "out", "One", "--max-new", "21")
     assert "--max-new must be at most 20, got 21: give kvjax read a larger --max-new" in said
-
-
-@pytest.fixture
-def compiled():
-    """Has an entry for each program that was compiled."""
-    names = []
-
-    def note(name, seconds, **about):
-        if name.endswith("/backend_compile_duration"):
-            names.append(about.get("fun_name"))
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    yield names
-    jax.monitoring.unregister_event_duration_listener(note)
 
 
 def test_three_questions_compile_nothing_after_four(capsys, compiled, read, tmp_path):
@@ -238,7 +224,7 @@ def test_pieces_give_one_context_however_often_it_is_stopped(
     record, out = read(*options), tmp_path / "out"
     tokens = record["prompt_tokens"]
     whole = kvjax.load_context(out, from_pretrained(tinystories))
-    assert "unfinished" not in context_about(out)
+    assert Saved.of(out).unfinished is None
 
     save, saved = kvjax.save_context, []
 

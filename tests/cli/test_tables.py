@@ -148,6 +148,22 @@ def test_layers_that_are_read(columns):
     assert "%" not in shown(display, columns) and "decode loop" in shown(display)
 
 
+def test_documents_that_are_read_one_after_the_other():
+    """The bar is about all of them."""
+    display = Display(wanted=False)
+    display.disable = False
+    on_layer = display.reading(4, 300, before=500, after=200, what="3 documents")
+    pieces = display.reading(4, 300, 100, 100, before=500, after=300)
+    display.disable = True
+    on_layer(0)
+    on_layer(1)
+    assert "reading 3 documents: layer 2 of 4" in shown(display) and "65%" in shown(display)
+    for layer in (0, 1, 2, 3, 0, 1):
+        pieces(layer)
+    text = shown(display)
+    assert "reading 300 tokens: layer 2 of 4 for those from 200 on" in text and "65%" in text
+
+
 @pytest.mark.parametrize(
     "recall", [None, {"hit_rate": 0.5, "fetched_bytes_per_step": 12_345_678.0}]
 )

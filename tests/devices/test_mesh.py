@@ -32,6 +32,8 @@ OPTIONS = (
 )  # fmt: skip
 BOOKS = ("spindlekv", "codebook")  # each device makes whole books: it gets all heads' vectors
 
+MOST_SECONDS = 1200  # a process that waits for another one that has ended would wait for ever
+
 
 def start(module: str, devices: int, *args: str) -> subprocess.Popen:
     """A program of its own that has so many virtual devices."""
@@ -45,7 +47,10 @@ def start(module: str, devices: int, *args: str) -> subprocess.Popen:
 
 def finished(process: subprocess.Popen) -> dict:
     """What it printed: JSON objects, put together."""
-    out, err = process.communicate()
+    try:
+        out, err = process.communicate(timeout=MOST_SECONDS)
+    finally:
+        process.kill()  # one that waits for another process ignores SIGTERM
     assert process.returncode == 0, err[-4000:]
     found = {}
     for line in out.splitlines():
@@ -100,6 +105,12 @@ def test_what_goes_with_a_mesh(checks):
     assert len(found) == len(checks) and all(found.values()), found
 
 
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return str(free.getsockname()[1])
+
+
 @pytest.mark.parametrize(
     "method",
     some_slow(
@@ -108,9 +119,7 @@ def test_what_goes_with_a_mesh(checks):
 )
 def test_two_processes_equal_one(method):
     """Rows are divided between the processes, then heads."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
+    port = free_port()
     both = [start("two_processes", 4, str(number), port, method) for number in range(2)]
     alone = finished(start("two_processes", 8, "alone", port, method))
     for found in map(finished, both):
@@ -119,3 +128,25 @@ def test_two_processes_equal_one(method):
             name: own["tokens"] for name, own in alone.items()
         }
         assert all(len(row) == NEW for own in found.values() for row in own["tokens"])
+
+
+@pytest.mark.slow
+def test_two_processes_save_and_load_as_one(tmp_path):
+    """What either has saved, the other loads, bit for bit; files tell of no mesh."""
+    methods = (
+        "kvcrush(snapkv)", "quantize(bits=4, key_axis='channel')",
+        "chain(clusterkv(dense_layers=()), offload)",
+    )  # fmt: skip
+    port, folder = free_port(), str(tmp_path)
+    finished(start("saved_contexts", 8, "before", port, folder, *methods))
+    both = [start("saved_contexts", 4, part, port, folder, *methods) for part in ("0", "1")]
+    first, second = map(finished, both)
+    assert tuple(first) == methods and first == second
+    after = finished(start("saved_contexts", 8, "after", port, folder, *methods))
+    for method in methods:
+        assert len(first[method]) == 15 and len(after[method]) == 8
+        for name, own in (first[method] | after[method]).items():
+            _, is_tokens, context = name.partition("tokens of ")
+            expected = after[method][f"tokens of {context}"] if is_tokens else True
+            assert own == expected, (method, name)
+        assert len({tuple(row) for row in after[method]["tokens of rows"]}) > 1
