@@ -241,7 +241,7 @@ def on_one_device(x: Array) -> Array:
     Processes that share the mesh must all call it, and each gets the whole array.
     """
     memory = x.sharding.memory_kind
-    if not x.is_fully_addressable:
+    if isinstance(x.sharding, NamedSharding) and not x.is_fully_addressable:
         on_every_device = NamedSharding(x.sharding.mesh, PartitionSpec(), memory_kind=memory)
         # Waiting keeps the order: processes that send two arrays in two orders wait for ever.
         x = jax.block_until_ready(jax.device_put(x, on_every_device)).addressable_data(0)

@@ -11,6 +11,7 @@ import kvjax
 from kvjax.attention.layer import layer_caches
 from kvjax.cli.library import TOGETHER, batches
 from kvjax.cli.main import main
+from kvjax.cli.opened import OpenedModel
 from kvjax.cli.saved import Saved
 from kvjax.models import from_pretrained
 from tests.cli.commands import error, output
@@ -62,38 +63,61 @@ def positions(context: kvjax.Context) -> list[list[int]]:
     ]
 
 
-def test_each_document_is_read_as_alone(capsys, read, calls, files, tinystories, tmp_path):
-    """Similar lengths are rows of one call; what is kept and answered is as if there were none."""
+def test_documents_are_read_together_and_asked_apart(
+    capsys, read, calls, files, tmp_path, monkeypatch
+):
+    """Those of similar length are rows of one call; the model is loaded and looked at once."""
+    once = []
+    for name in ("load", "calibrated"):
+        method = getattr(OpenedModel, name)
+
+        def note(*args, name=name, method=method):
+            once.append(name)
+            return method(*args)
+
+        monkeypatch.setattr(OpenedModel, name, note)
     record = read("--budget", "0.3")
+    assert once == ["load", "calibrated"]
     lengths = [document["prompt_tokens"] for document in record["documents"]]
     assert calls == [lengths[:2], lengths[2:]] and lengths[0] < lengths[1] < lengths[2]
     assert [document["read"] for document in record["documents"]] == [True] * 3
     assert record["method"] == "snapkv" and "document" not in record
 
-    model = from_pretrained(tinystories)
-    questions = "One day", "The dog"
-    asked = json.loads(output(capsys, "ask", tmp_path / "library", *questions, "--json"))
-    assert [document["folder"] for document in asked["documents"]] == [
-        str(tmp_path / "library" / name) for name in TEXTS
-    ]
+    asked = json.loads(output(capsys, "ask", tmp_path / "library", "One day", "--json"))
     for file, document, answers in zip(files, record["documents"], asked["documents"], strict=True):
-        assert document["out"] == answers["folder"] and document["document"] == str(file)
-    document, answers = record["documents"][1], asked["documents"][1]  # the second row of a call
-    alone = read("--budget", "0.3", documents=[files[1]], out="alone")
-    assert document["cache_bytes"] == alone["cache_bytes"]
-    folders = tmp_path / "alone", document["out"]
-    apart, together = (positions(kvjax.load_context(folder, model)) for folder in folders)
-    assert apart == together
-    for folder in folders:
-        one = json.loads(output(capsys, "ask", folder, *questions, "--json"))
-        assert one["results"] == answers["results"]
-
-    assert main(["ask", str(tmp_path / "library"), questions[0]]) == 0
-    printed = "".join(
+        assert document["out"] == answers["folder"] == str(tmp_path / "library" / file.stem)
+        assert document["document"] == answers["document"] == str(file)
+    assert main(["ask", str(tmp_path / "library"), "One day"]) == 0
+    assert capsys.readouterr().out == "".join(
         f"=== {name}\n{document['results'][0]['text']}\n"
         for name, document in zip(TEXTS, asked["documents"], strict=True)
     )
-    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["snapkv", "by_head(chain(kvzip, quantize))"])
+def test_a_document_is_kept_and_answers_as_alone(
+    capsys, read, files, tinystories, tmp_path, monkeypatch, method
+):
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "cache"))
+    options = "--method", method, "--budget", "0.3"
+    with contextlib.suppress(AssertionError):  # a line says that heads have been calibrated
+        read(*options, documents=files[:1], out="first")
+    capsys.readouterr()
+    library, model = read(*options), from_pretrained(tinystories)
+    questions = "One day", "The dog"
+    asked = json.loads(output(capsys, "ask", tmp_path / "library", *questions, "--json"))
+    for file, document, answers in zip(
+        files, library["documents"], asked["documents"], strict=True
+    ):
+        alone = read(*options, documents=[file], out=f"alone {file.stem}")
+        assert document["cache_bytes"] == alone["cache_bytes"]
+        folders = alone["out"], document["out"]
+        apart, together = (positions(kvjax.load_context(folder, model)) for folder in folders)
+        assert apart == together
+        for folder in folders:
+            one = json.loads(output(capsys, "ask", folder, *questions, "--json"))
+            assert one["results"] == answers["results"]
 
 
 def test_programs_are_shared(capsys, read, compiled, tmp_path, files):
