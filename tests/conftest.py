@@ -104,7 +104,7 @@ def optimised():
     """`kvjax.generate` compiled as users have it."""
     with pytest.MonkeyPatch.context() as patch:
         for name, function, static, donated in (
-            ("prompt_pass", "_read_layer", 0, 2),
+            ("prompt_pass", "_read_layer", 0, (2, 4)),
             ("prompt_pass", "_read_whole", (0, 1, 2), 5),
             ("prompt_pass", "compress_layer", (0, 1, 2), 3),
             ("decode_loop", "_decode", 0, 2),

@@ -203,10 +203,16 @@ def _read_by_layer(
                         f"the heads of {of_layer}", join_layer, observer, transform, slots,
                         group.looking is not None, cache, rows,
                     )  # fmt: skip
+            # States are donated: what leaves the layer takes their place.
             *passing[number], cache = compiler.run(
                 f"the prompt pass of {of_layer}", _read_layer, how, layer_params, *reads,
                 *passing[number], joined,
             )  # fmt: skip
+            if drops_tokens(how.transform, cache):
+                # A method such as PyramidInfer passes on only the tokens that it keeps here.
+                passing[number][:2] = compiler.run(
+                    f"the tokens that pass {of_layer}", _pass_on, *passing[number][:2], cache, rows,
+                )  # fmt: skip
             if observer is not None:
                 cache = decide_layer(transform, size, attention[layer], all_heads, cache, compiler)
                 cache = compiler.run(
@@ -311,7 +317,7 @@ def _embed(
     return by_rows(x.reshape(*tokens.shape, -1), mesh)
 
 
-@compiled(static_argnums=0, donate_argnums=2)
+@compiled(static_argnums=0, donate_argnums=(2, 4))
 def _read_layer(
     how: LayerPass,
     layer_params: Any,
@@ -356,12 +362,21 @@ def _read_layer(
         cache, y = _by_piece(look, before_look(cache), pieces)
         looking = (pieces._replace(tokens=by_rows(y, mesh)),)
         cache = complete(cache) if last else cache
-    if drops_tokens(transform, cache):
-        # A method such as PyramidInfer passes on only the tokens that it keeps in this layer.
-        x, positions = pass_on(x, positions, kept_tokens(cache))
     if rows is not None:
         cache = put_rows(into, rows, cache)
     return by_rows(x, mesh), by_rows(positions, mesh), looking, placed(cache)
+
+
+@compiled()
+def _pass_on(
+    x: Float[Array, "B T C"],
+    positions: Int[Array, "B T"],
+    cache: Cache,
+    rows: Int[Array, " B"] | None,
+) -> tuple[Float[Array, "B N C"], Int[Array, "B N"]]:
+    """Drops states of tokens that a layer does not keep; `rows`: as in `_read_layer`."""
+    kept = kept_tokens(cache if rows is None else take_rows(cache, rows))
+    return tuple(by_rows(x, mesh_of_cache(cache)) for x in pass_on(x, positions, kept))
 
 
 def _by_piece(

@@ -44,9 +44,9 @@ QUERY_BLOCK = 256
 KEY_BLOCK = 256
 MOST_SLOTS = 1024
 MOST_LOGITS = 1_250_000  # of a tile over all rows and heads
-# Weights of a block of queries with all slots, where they are held: 48 MB. Twice as many are hardly
-# faster.
-MOST_HELD = 12_000_000
+# Weights of a block of one head's queries with all slots, where they are held: 12 MB. Twice as many
+# are hardly faster.
+MOST_HELD = 3_000_000
 # Elsewhere each block costs a few launches, so a few large blocks should be best. Not measured yet.
 ACCELERATOR_BLOCK = 1024
 
@@ -104,10 +104,11 @@ def _attention_and_columns(
     *,
     add: Callable[[Array, Array, Array], Array],
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G S"]]:
-    """Computes attention, and reduces all probabilities of a slot to one number.
+    """Computes attention, and reduces all probabilities of a slot to one number, head by head.
 
     Weights of a block of queries with all slots are held, so that each product of queries and keys
-    and each exponential is computed once.
+    and each exponential is computed once. One KV head comes after the other, so that a block has
+    many queries where few weights are held.
 
     Args:
       elsewhere: log-sum-exps of columns of the softmax that are not among the slots.
@@ -115,6 +116,32 @@ def _attention_and_columns(
         of these queries' weights `[B, H, G, T, S]`, and of what makes them probabilities, `[B, H,
         G, T]`. Numbers are 0 before any query.
     """
+
+    def of_head(head: Array) -> tuple[Array, Array, Array]:
+        q_head, of_keys, elsewhere_head = jax.tree.map(
+            lambda x: jax.lax.dynamic_slice_in_dim(x, head, 1, axis=1),
+            (queries.q, (k, v, seen), elsewhere),
+        )
+        numbers = _columns_of_head(
+            queries._replace(q=q_head), *of_keys, elsewhere_head, mask, add=add
+        )
+        return tuple(x[:, 0] for x in numbers)
+
+    heads = jax.lax.map(of_head, jnp.arange(k.shape[1]))
+    return tuple(jnp.moveaxis(x, 0, 1) for x in heads)
+
+
+def _columns_of_head(
+    queries: Queries,
+    k: Float[Array, "B 1 S D"],
+    v: Float[Array, "B 1 S D"],
+    seen: Seen,
+    elsewhere: Float[Array, "B 1 G T"],
+    mask: Mask,
+    *,
+    add: Callable[[Array, Array, Array], Array],
+) -> tuple[Float[Array, "B 1 G T D"], Float[Array, "B 1 G T"], Float[Array, "B 1 G S"]]:
+    """Computes `_attention_and_columns` for one KV head."""
     q, blocks = queries.q, _Blocks.of(queries, seen, mask.window, held=True)
     to_query, to_product = _factors(mask.scale, k.dtype)
     rows = (*q.shape[:2], q.shape[2] * blocks.query_size)  # [B, H, G * query_size]
