@@ -68,7 +68,7 @@ class KVJaxLM(TemplateLM):
     warning says so. Draws follow NumPy's generator, to which the harness gives its `--seed`.
 
     Args:
-      pretrained: folder of a Hugging Face model, its hub id, a GGUF file, or `"smollm2"`.
+      pretrained: as in `from_pretrained`: a folder, a GGUF file, a name, or a hub id.
       transform: a method or composition, as text for `kvjax.parse`. What it has to learn from the
         model and does not name a file of, such as a profile of heads, is learned from the bundled
         model's text, and a profile is kept in the user's cache.

