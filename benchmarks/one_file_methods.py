@@ -16,7 +16,7 @@ import os
 import re
 from pathlib import Path
 
-from smollm2 import run_command
+from every_method import run_command
 
 HOME = Path(__file__).resolve().parents[1]
 ASKED = HOME / "examples" / "asked_by_the_model.py"

@@ -3,7 +3,7 @@
     python benchmarks/results_picture.py --out benchmarks/results/smollm2/choose.png
 
 The question is inside of what is compressed (left) or asked afterwards (right). The
-results are those of `benchmarks/smollm2.py`: RULER's `niah_single_2` at 2,048 tokens.
+results are those of `benchmarks/every_method.py`: RULER's `niah_single_2` at 2,048 tokens.
 """
 
 from __future__ import annotations

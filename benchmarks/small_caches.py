@@ -18,7 +18,7 @@ import argparse
 import os
 from pathlib import Path
 
-from smollm2 import NEEDLES, run_command
+from every_method import NEEDLES, run_command
 
 KVZIP = "kvzip(BUDGET, room=64)"
 PROFILES = {  # file → method, and which of the texts it is made from

@@ -1,12 +1,16 @@
-"""What every method does to SmolLM2-135M-Instruct: the commands behind the README's table.
+"""What every method does to a real model: the commands behind the README's table.
 
-    python benchmarks/smollm2.py --model FOLDER --text essays.txt --wikitext wikitext2.test.txt \\
-        --longbench FOLDER --out benchmarks/results/smollm2
+    python benchmarks/every_method.py qwen --model FILE --text essays.txt \\
+        --wikitext wikitext2.test.txt --squad dev-v2.0.json --code code.txt --cases 50 \\
+        --out benchmarks/results/qwen
+    python benchmarks/every_method.py smollm2 --model FOLDER --text essays.txt \\
+        --wikitext wikitext2.test.txt --longbench FOLDER --out benchmarks/results/smollm2
 
 Runs `kvjax eval` several times, each into a folder of its own below `--out`, and writes the
 commands with the seconds that they took to `commands.json`. It can be interrupted and called again
 at any time: finished cells are kept, and seconds add up. `--only NAME` runs one of the parts. The
-texts are Paul Graham's essays as RULER has them, the test set of WikiText-2, and LongBench's files.
+texts are Paul Graham's essays as RULER has them, the test set of WikiText-2, SQuAD's questions,
+Python code, and LongBench's files.
 """
 
 from __future__ import annotations
@@ -40,17 +44,20 @@ ALLOCATOR = {
 NEEDLES = ("niah_single_2", "niah_multikey_1")
 
 
-def parts(args: argparse.Namespace) -> dict[str, list[str]]:
-    """Name of a part → arguments of `kvjax eval` but the model's and the folder's."""
+Parts = dict[str, list[str]]
+
+
+def run(tasks: Sequence[str], methods: str, lengths: str, cases: int, *rest: str) -> list[str]:
+    """Returns arguments of `kvjax eval` but the model's and the folder's."""
+    return [
+        *tasks, "--method", methods, "--lengths", lengths, "--cases", str(cases), *rest,
+    ]  # fmt: skip
+
+
+def smollm2(args: argparse.Namespace) -> Parts:
+    """Returns the parts of SmolLM2-135M-Instruct, by name."""
     every, six = ",".join(METHODS), ",".join(SIX)
     essays, wiki = ["--text", args.text], ["--text", args.wikitext]
-
-    def run(tasks: Sequence[str], methods: str, lengths: str, cases: int, *rest: str) -> list[str]:
-        return [
-            *tasks, "--method", methods, "--budget", BUDGETS, "--lengths", lengths,
-            "--cases", str(cases), *rest,
-        ]  # fmt: skip
-
     short, chat = ("--max-new", "16"), ("--max-new", "32", "--chat")
     listed = ("--max-new", "64", "--chat")
     summary = ("--max-new", "128", "--data", args.longbench)
@@ -66,22 +73,47 @@ def parts(args: argparse.Namespace) -> dict[str, list[str]]:
     }
 
 
+def qwen(args: argparse.Namespace) -> Parts:
+    """Returns the parts of Qwen2.5-Coder-0.5B-Instruct, by name."""
+    every, six = ",".join(METHODS), ",".join(SIX)
+    essays, wiki = ["--text", args.text], ["--text", args.wikitext]
+    return {
+        "needles": run(NEEDLES[:1], every, "4096", args.cases, *essays, "--max-new", "10"),
+        "squad": run(("squad",), every, "4096", args.cases, "--data", args.squad,
+                     "--question", "after"),
+        "perplexity": run(("perplexity",), every, "4096", args.cases, *wiki),
+        "several_needles": run(NEEDLES[1:], every, "4096", args.cases, *essays, "--max-new", "10"),
+        "code": run(("perplexity",), every, "4096", args.cases, "--text", args.code),
+        "variables": run(("vt",), every, "4096", args.cases, *essays, "--max-new", "32", "--chat"),
+        "words": run(("cwe",), every, "4096", args.cases, *essays, "--max-new", "64", "--chat"),
+        "lengths_needles": run(NEEDLES[:1], six, "8192,16384,32000", 10, *essays,
+                               "--max-new", "10"),
+    }  # fmt: skip
+
+
+SUITES = {"smollm2": smollm2, "qwen": qwen}
+
+
 def main() -> None:
     """Runs it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True, help="folder of SmolLM2-135M-Instruct")
+    parser.add_argument("suite", choices=tuple(SUITES))
+    parser.add_argument("--model", required=True, help="folder or file of the suite's model")
     parser.add_argument("--text", required=True, help="what RULER's needles are hidden in")
     parser.add_argument("--wikitext", required=True, help="text of the perplexity")
-    parser.add_argument("--longbench", required=True, help="folder with multi_news.jsonl")
+    parser.add_argument("--longbench", default="", help="folder with multi_news.jsonl (smollm2)")
+    parser.add_argument("--squad", default="", help="questions in SQuAD's format (qwen)")
+    parser.add_argument("--code", default="", help="text of Python code (qwen)")
+    parser.add_argument("--cases", type=int, default=50, help="per task and question (qwen)")
     parser.add_argument("--only", metavar="NAME", nargs="+", help="parts to run")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
-    out, every = Path(args.out), parts(args)
+    out, every = Path(args.out), SUITES[args.suite](args)
     for name in args.only or every:
         if name not in every:
             parser.error(f"the parts are {', '.join(every)}, got {name}")
         out.mkdir(parents=True, exist_ok=True)
-        words = ["eval", *every[name], "--out", str(out / name)]
+        words = ["eval", *every[name], "--budget", BUDGETS, "--out", str(out / name)]
         run_command(out / "commands.json", name, words, args.model)
 
 
