@@ -42,7 +42,6 @@ METHODS = {
     "spindlekv": "SpindleKV(0.5)",
     "quantize": "Quantize(8)",
     "by_head(kvzip)": "ByHead(KVzip(0.2, room=64))",
-    "by_head(kvzip(fit))": "ByHead(KVzip(0.2, room=64, fit=True))",
 }
 
 SAMPLE_TOKENS = 1024  # the end of the text, of which profiles of heads are made

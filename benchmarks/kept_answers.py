@@ -188,8 +188,7 @@ class Measure:
             shape = self.model.num_layers, self.model.kv_heads, sinks.size
             return once.kept(np.broadcast_to(sinks, shape), kvjax.Full())
         transform = self.compositions[text]
-        method = method_of(transform)
-        if method is None or method.needs.writes_values:  # a fit changes more than what stays
+        if method_of(transform) is None:
             return once.context(transform)
         return once.kept_by(transform)
 

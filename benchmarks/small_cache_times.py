@@ -47,7 +47,6 @@ def methods(model: Any, profile: str) -> dict[str, kvjax.KVTransform]:
     kvzip = f"kvzip(budget={BUDGET}, room={ROOM})"
     inside = {
         "by_head": kvzip,
-        "by_head, fit": kvzip.replace(")", ", fit=True)"),
         "by_head, 8 bits": f"chain({kvzip}, quantize)",
         "by_head, own queries": kvzip.replace("kvzip", "own_queries"),
     }

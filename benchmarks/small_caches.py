@@ -51,9 +51,9 @@ def parts(args: argparse.Namespace) -> dict[str, list[str]]:
     """Name of a part → arguments of `kvjax eval` but the model's and the folder's."""
     length = ["--lengths", str(args.length), "--question", "after"]
     essays = ["--text", args.text, *length, "--max-new", "16"]
-    fitted, eight_bits = with_arguments("fit=True"), f"chain({KVZIP}, quantize)"
     methods = [
-        *by_head(KVZIP, 0.2, 0.1, 0.05, 0.02), *by_head(eight_bits, 0.05), *at(KVZIP, 0.2, 0.05),
+        *by_head(KVZIP, 0.2, 0.1, 0.05, 0.02), *by_head(f"chain({KVZIP}, quantize)", 0.05),
+        *at(KVZIP, 0.2, 0.05),
         *(f"{name}(budget=0.05)" for name in ("snapkv", "h2o", "clusterkv")),
     ]  # fmt: skip
     without = {
@@ -73,18 +73,16 @@ def parts(args: argparse.Namespace) -> dict[str, list[str]]:
         return [task, "--method", ",".join(texts), "--cases", str(cases), *rest]
 
     single, several = NEEDLES
-    windows, every = min(args.cases, 20), [*methods, *by_head(fitted, 0.05)]
     made = {
         "needles": run(single, methods, args.cases, *essays),
-        "fit": run(single, by_head(fitted, 0.05, 0.03, 0.02), args.cases, *essays),
-        "loss": run("perplexity", every, windows, "--text", args.held_out, *length),
+        "loss": run("perplexity", methods, min(args.cases, 20), "--text", args.held_out, *length),
         "parts_of_it": run(single, parts_of_it, args.cases, *essays),
-        "multikey": run(several, every, args.cases, *essays),
+        "multikey": run(several, methods, args.cases, *essays),
         "chat": run(single, by_head(KVZIP, 0.1, 0.05), args.cases, *essays, "--chat"),
     }  # fmt: skip
     if args.dataset:
         folder, task = os.path.split(args.dataset.removesuffix(".jsonl"))
-        roomy = [text.replace("room=64", "room=256") for text in every]  # questions are longer
+        roomy = [text.replace("room=64", "room=256") for text in methods]  # questions are longer
         made["longbench"] = run(task, roomy, args.cases, "--data", folder, *length)
     return made
 

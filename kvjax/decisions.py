@@ -137,8 +137,6 @@ class Keep(Decision):
       reduce: how scores of query heads become one of their KV head; `"layer"`: as `"mean"`, and
         then the mean over all KV heads of a row that hold the same tokens.
       newest_first: whether the newer tokens are the more important (static).
-      values, log_mass: what all slots' values `[B, H, S, D]` and log-masses become, those of free
-        slots apart; None: they stay as they are. Not in a decode step.
     """
 
     budget: Int[Array, " B"] | Int[Array, "B H"]
@@ -147,10 +145,6 @@ class Keep(Decision):
     newest: Int[Array, " B"] | int | None = None
     reduce: GroupReduce | Literal["layer"] = field(default="mean", metadata={"static": True})
     newest_first: bool = field(default=False, metadata={"static": True})
-    values: Float[Array, "B H S D"] | None = None
-    log_mass: Float[Array, "B H S"] | None = None
-
-    rewrites = property(lambda self: self.values is not None)
 
     def check(self, cache: KVCache, whose: str) -> None:
         """Raises TypeError or ValueError where a field does not fit the cache."""
@@ -190,8 +184,7 @@ class Keep(Decision):
     def apply(self, cache: KVCache, step: Step) -> KVCache:
         """The cache with the others evicted."""
         if step.moment != "step":
-            kept = self.kept(cache)
-            return evict(_rewritten(cache, self, self.values, self.log_mass), kept)
+            return evict(cache, self.kept(cache))
         # At most one token is over the budget: three reductions in place of a ranking.
         others = evictable(cache) & ~self.stays(cache) & self.concerned()
         return evict_worst(cache, self.head_score(cache), others, self.budget)
@@ -226,28 +219,13 @@ class Retain(Decision):
     def apply(self, cache: KVCache, step: Step) -> KVCache:
         """The cache with the others evicted, and with new values."""
         kept, concerned = self.kept(cache), self.concerned()
-        cache = _rewritten(cache, self, self.values)
+        if self.values is not None:
+            old, new = (x.astype(jnp.float32) for x in (exact_values(cache), self.values))
+            cache = write_values(cache, jnp.where(concerned[..., None], new, old))
         if self.pinned is not None:
             pinned = jnp.where(concerned, self.pinned, cache.pinned)
             cache = cache.replace(pinned=pinned & kept)
         return evict(cache, kept)
-
-
-def _rewritten(
-    cache: KVCache,
-    decision: Decision,
-    values: Float[Array, "B H S D"] | None,
-    log_mass: Float[Array, "B H S"] | None = None,
-) -> KVCache:
-    """Gives the live slots that a decision concerns new values and masses, where there are some."""
-    concerned = decision.concerned()
-    if values is not None:
-        old, new = (x.astype(jnp.float32) for x in (exact_values(cache), values))
-        cache = write_values(cache, jnp.where(concerned[..., None], new, old))
-    if log_mass is not None:
-        new = jnp.where(concerned & cache.live, log_mass, cache.log_mass)
-        cache = cache.replace(log_mass=new)
-    return cache
 
 
 @jax.tree_util.register_dataclass

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -239,21 +238,6 @@ class Chunk(NamedTuple):
     received: Float[Array, "B H G S"] | None
 
 
-class Look(NamedTuple):
-    """Tokens that have looked at a document in one layer.
-
-    Args:
-      query: rotated queries, `[B, Q, T, D]`.
-      positions: their positions, -1 for padding, `[B, T]`.
-      received: the largest probability that each slot received from a query, in float32, by query
-        head of its KV head, `[B, H, G, S]`.
-    """
-
-    query: Float[Array, "B Q T D"]
-    positions: Int[Array, "B T"]
-    received: Float[Array, "B H G S"]
-
-
 @dataclass(frozen=True)
 class Probe:
     """Notes what a method needs of a document, and may look at it when it has been read.
@@ -275,16 +259,6 @@ class Probe:
     inputs: ClassVar[bool] = False
     received: ClassVar[bool] = False
     instructions: ClassVar[tuple[str, ...]] = ()
-
-    def union(self, other: Probe) -> Probe:
-        """Returns the probe whose record has what both note.
-
-        Raises:
-          ValueError: there is none, since one reading of a document has one probe.
-        """
-        if self != other:
-            raise ValueError(f"one reading of a document has one probe, got {self!r} and {other!r}")
-        return self
 
     def pieces(
         self, documents: Sequence[Sequence[int]], width: int, asking: Asking
@@ -314,8 +288,13 @@ class Probe:
         """Notes what it wants of tokens of the document; a short one is a single chunk."""
         return record
 
-    def look(self, record: Record, look: Look) -> Record:
-        """Notes what a piece has looked at."""
+    def look(self, record: Record, received: Float[Array, "B H G S"]) -> Record:
+        """Notes what a piece has looked at.
+
+        Args:
+          received: the largest probability that each slot received from a query of the piece, in
+            float32, by query head of its KV head.
+        """
         return record
 
 
@@ -359,16 +338,19 @@ class Needs(NamedTuple):
         """Returns what serves both.
 
         Raises:
-          ValueError: they have probes that do not go together.
+          ValueError: they have two probes, and one reading of a document has one.
         """
         probes = [needs.probe for needs in (self, other) if needs.probe is not None]
-        probe = functools.reduce(lambda a, b: a.union(b), probes) if probes else None
+        if len(set(probes)) > 1:
+            raise ValueError(
+                f"one reading of a document has one probe, got {' and '.join(map(repr, probes))}"
+            )
         pairs = {
             name: max(getattr(self, name), getattr(other, name))
             for name in self._fields
             if name != "probe"
         }
-        return Needs(**pairs, probe=probe)
+        return Needs(**pairs, probe=probes[0] if probes else None)
 
     def queries(self, max_prompt: int) -> int:
         """Size of the window of prompt queries."""

@@ -59,7 +59,7 @@ OTHERS = {"transformers", "tokenizers", "huggingface_hub", "kvjax.models", "torc
         ("from kvjax.cli.main import main; main(['--version'])", HEAVY),
         ("from kvjax.cli.main import main; main(['genrate'])", HEAVY),
         ("from kvjax import attend, init_cache, bind, SnapKV",
-         OTHERS | {"flax", "optax", "orbax", "rich"}),
+         OTHERS | {"flax", "orbax", "rich"}),
         ("from kvjax import generate, stream, Sampling", OTHERS | {"orbax"}),
         ("from kvjax import *", OTHERS),
     ],

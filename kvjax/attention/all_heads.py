@@ -124,16 +124,14 @@ def all_heads_of(transform: KVTransform, cache: Cache) -> AllHeads | None:
     return state, jnp.concatenate([jnp.asarray(heads) for heads in transform.heads_in(parts)])
 
 
-def method_for_all(transform: KVTransform, reading: Reading) -> KVTransform | None:
+def method_for_all(transform: KVTransform) -> KVTransform | None:
     """Returns the method that decides for all heads of a layer what stays of a reading, if any.
 
     It is compiled once for all layers. Each group decides for itself where keys are stored
-    unrotated, or query head by query head. So it does where a document's slots get other values: a
-    fit would take as many slots of each head as the largest has.
+    unrotated, or query head by query head.
     """
     needs = needs_of(transform)
-    fits = reading.record is not None and needs.writes_values
-    if not isinstance(transform, HeadGroups) or fits or needs.unrotated_keys or needs.unfold:
+    if not isinstance(transform, HeadGroups) or needs.unrotated_keys or needs.unfold:
         return None
     return transform.whole
 
@@ -191,7 +189,7 @@ def of_heads(reading: Reading, heads: Heads) -> Reading:
     if queries is not None:
         queries = queries._replace(query=queries.query[:, query])
     if record is not None:
-        record = record.of_heads(kv_heads, query)
+        record = record.of_heads(kv_heads)
     cache, options = dataclasses.replace(reading.cache, kv=kv), reading.options.of_heads(query)
     return dataclasses.replace(
         reading, cache=cache, queries=queries, record=record, options=options

@@ -24,7 +24,7 @@ from kvjax.cache.record import Record
 from kvjax.cache.slots import append
 from kvjax.compose.chain import parts_of, state_of_parts, states_of_parts
 from kvjax.decisions import decide
-from kvjax.protocol import Chunk, KVTransform, Look, Stage, Step, on_request
+from kvjax.protocol import Chunk, KVTransform, Stage, Step, on_request
 from pallas_kernels import (
     Queries,
     Seen,
@@ -172,7 +172,7 @@ def look(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B 
     out = of_prompt.astype(jnp.float32) + share * out.astype(jnp.float32)
     record, probe = reading.record, reading.transform.needs.probe
     if probe is not None:
-        record = probe.look(record, Look(tokens.q, positions, received))
+        record = probe.look(record, received)
     reading = dataclasses.replace(reading, record=record, rope=call.rope)
     return out.reshape(tokens.q.shape).astype(tokens.q.dtype), reading
 

@@ -40,13 +40,12 @@ class HeadShares:
       shares: for each of the layers, the share of each head, in [0, 1].
       layers: the layers.
       minimum: slots that every head has at least, unless it has fewer tokens.
-      budget: the budget that is shared: the mean share of all heads of the model.
 
     Example:
       >>> import numpy as np
       >>> from kvjax.budgets.heads import HeadShares
       >>> shares = (0.5, 0.25), (0.1, 0.4)
-      >>> budget = HeadShares(shares, layers=(0, 3), minimum=4, budget=0.3125)
+      >>> budget = HeadShares(shares, layers=(0, 3), minimum=4)
       >>> budget(np.array([100, 3])).tolist()
       [50, 3]
     """
@@ -54,7 +53,6 @@ class HeadShares:
     shares: tuple[tuple[float, ...], ...]
     layers: tuple[int, ...]
     minimum: int
-    budget: float
 
     def __call__(self, lengths: Int[np.ndarray, " L"]) -> Int[np.ndarray, " L"]:
         """Returns the most slots that a head needs, for prompts of these lengths."""

@@ -23,21 +23,15 @@ class Record:
 
     Args:
       slots: arrays by slot, `[B, H, S, ...]`; slots that are added get zeros.
-      queries: arrays by query head, `[B, Q, ...]`.
       rows: arrays by row, `[B, ...]`.
     """
 
     slots: dict[str, Array] = field(default_factory=dict)
-    queries: dict[str, Array] = field(default_factory=dict)
     rows: dict[str, Array] = field(default_factory=dict)
 
-    def of_heads(self, kv_heads: Int[Array, " N"], query_heads: Int[Array, " M"]) -> Record:
-        """Returns the record of some KV heads and their query heads."""
-        return dataclasses.replace(
-            self,
-            slots=jax.tree.map(lambda x: x[:, kv_heads], self.slots),
-            queries=jax.tree.map(lambda x: x[:, query_heads], self.queries),
-        )
+    def of_heads(self, kv_heads: Int[Array, " N"]) -> Record:
+        """Returns the record of some KV heads."""
+        return dataclasses.replace(self, slots=jax.tree.map(lambda x: x[:, kv_heads], self.slots))
 
     def with_slots(self, slots: int) -> Record:
         """Returns the record of the first slots, with more behind those that there are."""
@@ -50,8 +44,7 @@ class Record:
 
     def specs(self, rows: Any, heads: Any) -> Record:
         """Returns the partition specs of the arrays, whose rows and heads these axes divide."""
-        by_head, by_row = PartitionSpec(rows, heads), PartitionSpec(rows)
         return Record(
-            dict.fromkeys(self.slots, by_head), dict.fromkeys(self.queries, by_head),
-            dict.fromkeys(self.rows, by_row),
-        )  # fmt: skip
+            dict.fromkeys(self.slots, PartitionSpec(rows, heads)),
+            dict.fromkeys(self.rows, PartitionSpec(rows)),
+        )

@@ -242,9 +242,8 @@ class _WithShares:
     def __call__(self, method: KVTransform, heads: MethodHeads) -> KVTransform:
         if not _has_share(method):
             return method
-        minimum, shared = method.minimum, float(method.budget)  # pyright: ignore[reportAttributeAccessIssue]
-        budget = HeadShares(self.shares, self.layers, minimum, shared)
-        return dataclasses.replace(method, budget=budget)
+        minimum = method.minimum  # pyright: ignore[reportAttributeAccessIssue]
+        return dataclasses.replace(method, budget=HeadShares(self.shares, self.layers, minimum))
 
 
 def _has_share(method: KVTransform) -> bool:

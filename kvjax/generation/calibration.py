@@ -380,7 +380,7 @@ def _text(method: Learner, *, defaults: bool = False) -> str:
     Example:
       >>> import kvjax
       >>> from kvjax.generation.calibration import _text
-      >>> _text(kvjax.ByHead(kvjax.chain(kvjax.KVzip(0.1, fit=True), kvjax.Quantize())))
+      >>> _text(kvjax.ByHead(kvjax.chain(kvjax.KVzip(0.1, room=64), kvjax.Quantize())))
       'by_head(kvzip)'
       >>> _text(kvjax.ByHead(kvjax.SnapKV(0.1, window=8)))
       'by_head(snapkv(window=8))'

@@ -166,7 +166,7 @@ def decide_layer(
       size: of the cache, with the rows that were read.
       all_heads: of the layer.
     """
-    whole = method_for_all(transform, reading)
+    whole = method_for_all(transform)
     if whole is None:
         return reading
     return compiler.run(

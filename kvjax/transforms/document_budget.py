@@ -23,7 +23,6 @@ from kvjax.protocol import (
     Card,
     Extent,
     KVTransform,
-    Look,
     MethodHeads,
     Needs,
     Probe,
@@ -52,9 +51,9 @@ class Received(Probe):
         """Makes the record of a document that nothing has looked at."""
         return Record(slots={"received": jnp.zeros(cache.shape, jnp.float32)})
 
-    def look(self, record: Record, look: Look) -> Record:
+    def look(self, record: Record, received: Float[Array, "B H G S"]) -> Record:
         """Notes the probabilities of a piece."""
-        received = jnp.maximum(look.received.max(2), record.slots["received"])
+        received = jnp.maximum(received.max(2), record.slots["received"])
         return dataclasses.replace(record, slots={"received": received})
 
 

@@ -16,7 +16,7 @@ from kvjax.cli.templates import Dialogue
 from kvjax.generation.continuation import TextDecoder, new_text
 from kvjax.models import from_pretrained, load_tokenizer
 from tests.cli.commands import error, output
-from tests.support.marks import some_slow
+from tests.support.marks import slow
 
 TEXT = "Once upon a time there was a girl named Lily. She had a red ball and a big dog. " * 16
 
@@ -57,19 +57,9 @@ def read(capsys, tinystories, document, tmp_path):
     return arguments
 
 
-FITTED = "chain(by_head(kvzip(fit=True, room=64), profile={!r}), quantize)"
-
-
 @pytest.mark.parametrize(
     "method",
-    some_slow(
-        (
-            "by_head(kvzip(room=64), profile={!r})",
-            "by_head(chain(kvzip, quantize), profile={!r})",
-            FITTED,
-        ),
-        exhaustive={FITTED},
-    ),
+    slow("by_head(kvzip(room=64), profile={!r})", "by_head(chain(kvzip, quantize), profile={!r})"),
 )
 def test_it_is_read_and_asked_as_in_python(
     capsys, read, heads, model, tinystories, method, tmp_path

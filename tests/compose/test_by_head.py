@@ -103,7 +103,7 @@ def test_bytes_are_close_to_the_budget(seed):
     assert 0.05 <= share <= 0.065
 
 
-SHARES = HeadShares(((0.5, 0.25, 0.0), (0.1, 0.4, 1 / 3)), (2, 5), minimum=3, budget=0.25)
+SHARES = HeadShares(((0.5, 0.25, 0.0), (0.1, 0.4, 1 / 3)), (2, 5), minimum=3)
 
 
 def test_head_shares_are_whole_slots_of_each_row():

@@ -231,9 +231,7 @@ def test_bookkeeping_of_slots(name):
                 assert np.isfinite(np.asarray(payload.read())).all(), "free slots stay finite"
 
 
-@pytest.mark.parametrize(
-    "name", names(n for n in CASES if n != "kvzip_fit")
-)  # whose masses are fitted
+@every_case
 def test_evicting_conserves_the_mass_of_what_is_kept_and_merging_all_of_it(name):
     for step, cache in enumerate(standard(name).all_caches):
         for part in every_part(name, cache):

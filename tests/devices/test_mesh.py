@@ -18,7 +18,7 @@ METHODS = tuple(
     name + "(dense_layers=())" * hasattr(kind, "dense_layers") for name, kind in ALL.items()
 )
 COMPOSED = (
-    "kvzip(fit=True)", "cam(snapkv, expected=False)", "kvcrush(h2o, pick='random')",
+    "cam(snapkv, expected=False)", "kvcrush(h2o, pick='random')",
     "quantize(bits=4, key_axis='channel')", "chain(clusterkv(dense_layers=()), offload)",
 )  # fmt: skip
 # Further options that draw, compare heads, or look at all of a row.

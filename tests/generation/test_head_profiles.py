@@ -146,10 +146,10 @@ def test_a_file_is_refused_for_another_method_or_shape(tmp_path):
     """Parameters that change no score do not count."""
     path = str(tmp_path / "heads.safetensors")
     kvjax.save_calibration(path, EVEN, model())
-    fitted = kvjax.ByHead(kvjax.KVzip(0.5, fit=True, room=8), path)
+    roomy = kvjax.ByHead(kvjax.KVzip(0.5, room=8), path)
     other = kvjax.ByHead(kvjax.KVzip(0.5, values=False), path)
-    assert kvjax.calibrated(fitted, model(), []).profile == EVEN.profile
-    assert with_named(fitted, CONFIG, weights=False).profile == EVEN.profile
+    assert kvjax.calibrated(roomy, model(), []).profile == EVEN.profile
+    assert with_named(roomy, CONFIG, weights=False).profile == EVEN.profile
     made = []
     chosen = kvjax.PerLayer(lambda layer, _: other if layer else kvjax.ByHead(SNAPKV))
     for refused in (
@@ -160,7 +160,7 @@ def test_a_file_is_refused_for_another_method_or_shape(tmp_path):
             refused()
     assert not made, "files come first"
     with pytest.raises(ValueError, match="2 layers of 2 KV heads, expected 4 layers of 2"):
-        with_named(fitted, dataclasses.replace(CONFIG, num_layers=4), weights=False)
+        with_named(roomy, dataclasses.replace(CONFIG, num_layers=4), weights=False)
     unnamed = kvjax.ByHead(kvjax.KVzip(0.5))
     assert with_named(unnamed, CONFIG, weights=False) is unnamed
 

@@ -29,7 +29,6 @@ def by_head(base):
 
 METHODS = {
     "kvzip": by_head(KVZIP),
-    "kvzip with fit": by_head(kvjax.KVzip(0.3, room=64, piece=8, fit=True)),
     "kvzip in 8 bits": by_head(kvjax.chain(KVZIP, kvjax.Quantize(8))),
     "kvzip in 4 bits": by_head(kvjax.chain(KVZIP, kvjax.Quantize(4, group=8))),
     "own_queries": by_head(kvjax.OwnQueries(0.3, room=64, piece=8)),
@@ -40,7 +39,7 @@ METHODS = {
     "quest": kvjax.chain(by_head(SNAPKV), kvjax.Quest(12, page=4)),
     "clusters": kvjax.chain(by_head(KVZIP), CLUSTERS),
 }
-KINDS = {"kvzip in 8 bits": "8 bits", "kvzip in 4 bits": "4 bits", "kvzip with fit": "fitted"}
+KINDS = {"kvzip in 8 bits": "8 bits", "kvzip in 4 bits": "4 bits"}
 # Of each row: a further prompt, or none.
 TURNS = [[[7, 3, 9, 1, 4], None, [11, 2]], [[5, 9, 2], [8], [1, 6, 3, 3]], [None, [4, 4], None]]
 
@@ -106,12 +105,9 @@ def test_turns_are_those_of_groups_alone(name, monkeypatch):
     assert programs()[1:] == after[1:]
 
 
-@pytest.mark.parametrize(
-    "name",
-    some_slow(["kvzip", "kvzip with fit", "own_queries"], exhaustive={"kvzip", "own_queries"}),
-)
+@pytest.mark.parametrize("name", some_slow(["kvzip", "own_queries"], exhaustive={"own_queries"}))
 def test_further_documents_are_those_of_groups_alone(name, monkeypatch):
-    """They are looked at or noted, and fitted in each rectangle."""
+    """They are looked at or noted."""
     turns = [[[7, 3, 9, 1, 4] * 3, [6, 2] * 9, None], [[5, 9, 2], None, [8]]]
     words = Words((1, 2), (3,))
     observe.join_layer.clear_cache()

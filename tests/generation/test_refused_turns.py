@@ -139,9 +139,7 @@ def test_a_turn_that_is_repeated():
 
 @pytest.mark.parametrize(
     "name",
-    some_slow(
-        ("snapkv", "kvzip with fit", "kvzip in 8 bits"), exhaustive={"snapkv", "kvzip with fit"}
-    ),
+    some_slow(("snapkv", "kvzip", "kvzip in 8 bits"), exhaustive={"snapkv", "kvzip"}),
 )
 def test_head_groups_that_are_joined_and_cut(name):
     goes_wrong(model_of_four_layers(), BY_HEAD[name])

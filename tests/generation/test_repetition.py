@@ -132,7 +132,7 @@ def test_the_logits_are_those_of_the_prompt():
     """A repetition changes what is kept, and nothing of the pass itself."""
     read = functools.partial(kvjax.read, model("plain"), PROMPTS, max_new=4, dtype=np.float32)
     full = read(transform=kvjax.Full())
-    looked = read(transform=kvjax.KVzip(BUDGET, fit=True, piece=PIECE), document=WORDS)
+    looked = read(transform=kvjax.KVzip(BUDGET, piece=PIECE), document=WORDS)
     close(looked.logits, full.logits)
 
 
@@ -176,9 +176,10 @@ def test_the_instruction_is_in_the_tokens_of_the_model():
 
 
 def test_one_reading_has_one_probe():
-    assert Repetition().union(Repetition(queries=True)) == Repetition(queries=True)
+    needs = Needs(probe=Repetition(piece=64))
+    assert needs.union(Needs(decode_mass=True)).union(needs).probe == needs.probe
     with pytest.raises(ValueError, match="one reading of a document has one probe"):
-        Repetition(piece=64).union(Repetition(piece=32))
+        needs.union(Needs(probe=Repetition(piece=32)))
 
 
 @pytest.mark.parametrize(

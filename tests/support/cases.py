@@ -86,7 +86,6 @@ def compositions(budget: int) -> dict:
         "every": Every(snap, steps=3),
         "every_kvmerger": Every(kvjax.KVMerger(budget), steps=3),
         "when_full": WhenFull(snap, room=3),
-        "kvzip_fit": kvjax.KVzip(**{**ARGUMENTS["kvzip"], "budget": budget, "fit": True}),
         "chain": chain(snapkv(budget + 4), kvjax.H2O(budget=budget)),
         "per_layer": PerLayer(choose),
         "head_groups": HeadGroups((((1,), snap), ((0,), kvjax.Full()))),
@@ -205,9 +204,8 @@ SLOW = {
     "cam", "cam_prompt", "chain", "clusterkv_offload", "clusterkv_per_query_head", "every",
     "every_kvcrush", "every_kvmerger", "float_h2o", "head_groups", "infinigen", "kvcrush",
     "kvcrush_h2o", "h2o_codebook", "layer_budget", "outlier_heads", "per_layer",
-    "kvzip_fit", "pyramidinfer_paper", "pyramidkv", "quest", "quest_by_means", "quest_offload",
-    "reposition", "ring",
-    "ring_quantize", "snapkv_clusterkv", "spindlekv", "spindlekv_unfold", "when_full",
+    "pyramidinfer_paper", "pyramidkv", "quest", "quest_by_means", "quest_offload", "reposition",
+    "ring", "ring_quantize", "snapkv_clusterkv", "spindlekv", "spindlekv_unfold", "when_full",
     *set(quantised(BUDGET)) - {"quantize"},
 }  # fmt: skip
 

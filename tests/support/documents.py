@@ -30,14 +30,14 @@ class Documents:
     reference: ClassVar[type[DocumentBudget]]
 
     def __init__(
-        self, budget=20, *, heads=(2, 2), attention=None, seed=0, rope=ROPE, of_library=None,
+        self, budget=20, *, heads=(2, 2), attention=None, seed=0, rope=ROPE,
         of_reference=None, **arguments,
     ):  # fmt: skip
         by_head = isinstance(budget, tuple)
         if by_head:
             least = arguments.get("sinks", 4) + arguments.get("window", 0) + 1
-            shared = HeadShares((budget,), (0,), least, float(np.mean(budget)))
-        self.tx: Any = self.method(shared if by_head else budget, **(of_library or {}), **arguments)
+            shared = HeadShares((budget,), (0,), least)
+        self.tx: Any = self.method(shared if by_head else budget, **arguments)
         self.rope = rope
         self.rng, self.options = np.random.default_rng(seed), attention or {}
         self.kv_heads, self.group = heads

@@ -11,7 +11,6 @@ TOLERANCES = {
     # A whole method in float32 against its float64 reference: outputs, and sums of attention.
     "reference": {"rtol": 1e-5, "atol": 1e-5},
     "accumulated": {"rtol": 1e-4, "atol": 1e-4},
-    "fitted": {"rtol": 1e-3, "atol": 1e-3},  # what least squares make of roundings
     "bfloat16": {"rtol": 2e-2, "atol": 2e-2},
     # What a decode step over tokens of about size 1 may lose to their encoding.
     "8 bits": {"rtol": 0.0, "atol": 0.05},

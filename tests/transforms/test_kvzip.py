@@ -19,9 +19,6 @@ class Documents(documents.Documents):
 
     method, reference = kvjax.KVzip, KVzip
 
-    def __init__(self, budget=20, *, fit=False, **arguments):
-        super().__init__(budget, of_library={"fit": fit}, **arguments)
-
     def document(self, counts, side: str = "right", chunks: int = 1, pieces: int = 2):
         """A prompt that is repeated, in pieces of different lengths."""
         self.read(counts, side, chunks, last=False)
