@@ -20,6 +20,7 @@ from kvjax.generation.model import as_functional
 from kvjax.generation.planning import plan
 from kvjax.models import random_decoder
 from kvjax.registry import METHODS
+from kvjax.serialization import TRANSFORMS
 from tests.generation.test_generate import CONFIG, RAGGED, generate, model
 from tests.references import head_shares
 from tests.references.repetition import repetition
@@ -258,6 +259,7 @@ def test_what_is_kept_is_made_again_when_a_method_has_changed(tmp_path, monkeypa
     """Its defaults, its source, or kvjax; and each time where its source cannot be read."""
     monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))
     monkeypatch.setattr("kvjax.registry.METHODS", dict(METHODS))
+    monkeypatch.setattr("kvjax.serialization.TRANSFORMS", dict(TRANSFORMS))
     functional, made = as_functional(model()), []
 
     @dataclasses.dataclass(frozen=True)
