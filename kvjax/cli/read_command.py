@@ -134,7 +134,7 @@ def run(args: argparse.Namespace) -> None:
         layers, room = opened.bind(transform), max_questions + args.max_new
         for ids, name in zip(tokens, args.documents, strict=True):
             with _naming(name if several else None):
-                check_prompts(opened.config, [ids], layers, room)
+                check_prompts(opened.config, [ids], layers, room, args.piece)
         documents = []
         for place, ids, name in zip(outs, tokens, args.documents, strict=True):
             saved = Saved(

@@ -261,3 +261,19 @@ def test_another_command_begins_anew(read, document, tmp_path, monkeypatch, chan
     )
     read(*options, *changed)
     assert saved[0] == (32 if "--piece" in changed else 16)
+
+
+@pytest.mark.slow
+def test_a_document_of_more_tokens_than_positions(capsys, read, document, tinystories, tmp_path):
+    """Of a method whose tokens have positions in the cache; others are refused at once."""
+    document.write_text(TEXT * 16)
+    size = "--budget", "64", "--max-questions", "32", "--max-new", "8", "--piece", "128"
+    args = "read", document, "--out", tmp_path / "out", "--model", tinystories, *size
+    said = error(capsys, *args, "--method", "streaming_llm")
+    assert "the model has 512 positions, got a prompt of " in said
+    assert ": StreamingLLM(budget=64" in said and "streaming_llm(reposition=True)" in said
+    assert not (tmp_path / "out").exists()
+    record = read(*size, "--method", "streaming_llm(reposition=True)")
+    assert record["prompt_tokens"] > 512 and record["kept_slots"] == 64
+    asked = json.loads(output(capsys, "ask", tmp_path / "out", "One day", "--json"))
+    assert asked["results"][0]["new_tokens"] == 8
