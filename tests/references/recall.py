@@ -89,7 +89,7 @@ class TinyModel:
         """Logits after each prompt and after the greedy continuation, and that continuation.
 
         Prompts and the tokens that follow go through references `method(layer, head)` with `prompt`
-        and `decode`, which rotate q and k themselves, at numbers of their own.
+        and `decode`; one that repositions gets q and k unrotated.
         """
         references = [
             [method(layer, head) for head in range(self.kv_heads)]
@@ -102,11 +102,13 @@ class TinyModel:
                 q, k, v = (self.heads(x, weights) for weights in (wq, wk, wv))
                 outs = []
                 for head, own in enumerate(heads):
-                    group = q.reshape(self.kv_heads, -1, *q.shape[1:])[head]
+                    group, key = q.reshape(self.kv_heads, -1, *q.shape[1:])[head], k[head]
+                    if not getattr(own, "reposition", False):
+                        group, key = (rope(x, at, self.inv_freq) for x in (group, key))
                     if is_prompt:
-                        outs.append(own.prompt(group, k[head], v[head], at))
+                        outs.append(own.prompt(group, key, v[head], at))
                     else:
-                        out = own.decode(group[:, 0], k[head][0], v[head][0], int(at[0]))
+                        out = own.decode(group[:, 0], key[0], v[head][0], int(at[0]))
                         outs.append(out[:, None])
                 merged = np.concatenate(outs).transpose(1, 0, 2).reshape(len(tokens), -1)
                 x = x + merged @ np.asarray(wo, np.float64)
