@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved timing, and a JSON file with device and versions."""
+"""What the benchmarks share: times, memory of layers, and JSON files with device and versions."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from kvjax.evaluation.speed.machine import environment
+from kvjax.generation import prompt_pass
 
 
 def interleaved_medians(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -24,6 +26,32 @@ def interleaved_medians(sides: dict[str, Callable[[], object]], rounds: int) -> 
             jax.block_until_ready(side())
             times[name].append(time.perf_counter() - start)
     return {name: statistics.median(each) for name, each in times.items()}
+
+
+def watch_layers() -> list[tuple[int, int]]:
+    """Notes what XLA says of each compiled function that reads prompts through a layer.
+
+    Returns:
+      Bytes of temporary memory and of outputs, one pair more for each that is compiled from now on.
+    """
+    sizes, read_layer = [], prompt_pass._read_layer
+
+    class Watched:
+        """The compiled function of a layer, whose memory is noted when it is compiled."""
+
+        trace = read_layer.trace
+
+        def lower(self, *args: Any) -> Any:
+            lowered = read_layer.lower(*args)
+            memory = lowered.compile().memory_analysis()
+            sizes.append((memory.temp_size_in_bytes, memory.output_size_in_bytes))
+            return lowered
+
+        def __call__(self, *args: Any) -> Any:
+            return read_layer(*args)
+
+    prompt_pass._read_layer = Watched()
+    return sizes
 
 
 def save(path: str | None, result: dict[str, object]) -> str:

@@ -32,16 +32,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from common import Rows, save
-from kept_documents import ReadDocument, bytes_at_rest, method_of
+from kept_documents import Compositions, ReadDocument, bytes_at_rest, method_of
 
 import kvjax
 from kvjax.evaluation import Estimate, answer_nll, is_right
 from kvjax.evaluation.tasks import Frame, squad
 from kvjax.evaluation.tasks.encoder import Encoder, sentences_of
 from kvjax.evaluation.tasks.wording import HELD_OUT_ADJECTIVES, HELD_OUT_NOUNS, WORDINGS
-from kvjax.generation.calibration import sample_of
-from kvjax.generation.model import as_functional
-from kvjax.models import from_pretrained, load_tokenizer
 
 QUESTIONS, NEEDLES = 10, 4  # questions of a passage, and needles of a document with several
 NEW, ROOM = 24, 96  # tokens of an answer and of a question, at most
@@ -157,29 +154,12 @@ def haystacks(
         )  # fmt: skip
 
 
-class Measure:
+class Measure(Compositions):
     """The model, its profile, and what compositions take and answer."""
 
     def __init__(self, args: argparse.Namespace, texts: list[str]) -> None:
-        self.model = as_functional(from_pretrained(args.model, dtype="float32"))
-        self.tokenizer, self.length = load_tokenizer(args.model), args.length
-        text = self.tokenizer(Path(args.sample).read_text(), add_special_tokens=False).input_ids
-        sample = sample_of(text, self.model.max_positions)
-        self.compositions = {"full": kvjax.Full()} | {
-            text: kvjax.calibrated(text, self.model, sample, document=self.tokenizer)
-            for text in texts
-        }
-        # Compositions of a method that scores documents share its reading.
-        every = self.compositions.values()
-        self.read_for = {tx if method_of(tx) is None else method_of(tx) for tx in every}
+        super().__init__(args.model, args.sample, ["full", *texts], args.length, ROOM, NEW)
         self.full_bytes = bytes_at_rest(self.model, kvjax.Full(), self.length)
-
-    def read(self, document: Document) -> ReadDocument:
-        """Reads a document once for all compositions."""
-        return ReadDocument(
-            self.model, [document.tokens], list(self.read_for), max_prompt=self.length + ROOM,
-            max_new=NEW, buckets=[self.length], document=self.tokenizer,
-        )  # fmt: skip
 
     def context(self, text: str, document: Document, once: ReadDocument) -> kvjax.Context:
         """Returns the document as a composition keeps it; `nothing` keeps its sinks."""
@@ -187,7 +167,7 @@ class Measure:
             sinks = np.arange(len(document.tokens)) < SINKS
             shape = self.model.num_layers, self.model.kv_heads, sinks.size
             return once.kept(np.broadcast_to(sinks, shape), kvjax.Full())
-        transform = self.compositions[text]
+        transform = self.transforms[text]
         if method_of(transform) is None:
             return once.context(transform)
         return once.kept_by(transform)
@@ -212,7 +192,7 @@ class Measure:
 
     def bytes(self, text: str) -> float:
         """Returns the share of the full cache's bytes in bfloat16 that a composition keeps."""
-        kept = bytes_at_rest(self.model, self.compositions[text], self.length)
+        kept = bytes_at_rest(self.model, self.transforms[text], self.length)
         return kept / self.full_bytes
 
 
@@ -293,7 +273,7 @@ def main() -> None:
     for document in documents:
         key = {"kind": document.kind, "number": document.number}
         left = [each for each in ("full", "nothing", *texts) if not rows.has(method=each, **key)]
-        once = measure.read(document) if left else None
+        once = measure.read(document.tokens) if left else None
         for each in left:
             scores = measure.asked(document, measure.context(each, document, once))
             scores = [round(score, 4) for score in scores]

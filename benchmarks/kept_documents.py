@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,8 +29,10 @@ from kvjax.cache.nbytes import nbytes
 from kvjax.compiled_code import compiled
 from kvjax.compose.chain import parts_of
 from kvjax.evaluation import ReadOnce
-from kvjax.generation.model import FunctionalModel
+from kvjax.generation.calibration import sample_of
+from kvjax.generation.model import FunctionalModel, as_functional
 from kvjax.generation.new_caches import CacheSize
+from kvjax.models import from_pretrained, load_tokenizer
 from kvjax.transforms.document_budget import DocumentBudget, document_slots
 
 Scores = Float[np.ndarray, "N H S"]
@@ -74,6 +77,43 @@ class ReadDocument(ReadOnce):
         stays = np.pad(chosen, ((0, 0), (0, 0), (0, others)))[:, None]
         held = tuple(map(_without_others, observed.held, stays))
         return self._compressed(form, dataclasses.replace(observed, held=held))
+
+
+class Compositions:
+    """A model, and compositions that keep documents with it, all of which share one reading.
+
+    Args:
+      model: folder or GGUF file of the model.
+      sample: file of the text from which profiles are made.
+      texts: the compositions.
+      length, room, new: tokens of a document, of a question, and of an answer, at most.
+
+    Attributes:
+      model, tokenizer: what was loaded.
+      transforms: of the texts, calibrated.
+    """
+
+    def __init__(
+        self, model: str, sample: str, texts: Iterable[str], length: int, room: int, new: int
+    ) -> None:
+        self.model = as_functional(from_pretrained(model, dtype="float32"))
+        self.tokenizer, self.length = load_tokenizer(model), length
+        self._room, self._new = room, new
+        text = self.tokenizer(Path(sample).read_text(), add_special_tokens=False).input_ids
+        learnt_from = sample_of(text, self.model.max_positions)
+        self.transforms = {
+            text: kvjax.calibrated(text, self.model, learnt_from, document=self.tokenizer)
+            for text in texts
+        }
+
+    def read(self, tokens: Sequence[int]) -> ReadDocument:
+        """Reads a document once for all compositions."""
+        transforms = self.transforms.values()
+        read_for = dict.fromkeys(method_of(x) or x for x in transforms)
+        return ReadDocument(
+            self.model, [tokens], list(read_for), max_prompt=self.length + self._room,
+            max_new=self._new, buckets=[self.length], document=self.tokenizer,
+        )  # fmt: skip
 
 
 @compiled(static_argnums=0)

@@ -19,13 +19,10 @@ from pathlib import Path
 
 import numpy as np
 from common import Rows, save
-from kept_documents import ReadDocument, method_of, together
+from kept_documents import Compositions, ReadDocument, together
 
 import kvjax
 from kvjax.evaluation.tasks import RULER_QA, RULER_TASKS, Case, Frame, ruler
-from kvjax.generation.calibration import sample_of
-from kvjax.generation.model import as_functional
-from kvjax.models import from_pretrained, load_tokenizer
 
 SHARES = 0.5, 0.25, 0.125, 0.0625
 NEW, ROOM = 128, 160  # tokens of an answer and of a question, at most
@@ -38,29 +35,12 @@ FULL = "full"
 TASKS = (*RULER_TASKS, RULER_QA)
 
 
-class Measure:
+class Measure(Compositions):
     """The model, its compositions, and what they score in a case."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.model = as_functional(from_pretrained(args.model, dtype="float32"))
-        self.tokenizer, self.length = load_tokenizer(args.model), args.length
-        text = self.tokenizer(Path(args.sample).read_text(), add_special_tokens=False).input_ids
-        sample = sample_of(text, self.model.max_positions)
-        self.compositions = {
-            method: [
-                kvjax.calibrated(text.format(share), self.model, sample, document=self.tokenizer)
-                for share in SHARES
-            ]
-            for method, text in METHODS.items()
-        }
-
-    def read(self, case: Case) -> ReadDocument:
-        """Reads the text of a case once for all methods."""
-        methods = {method_of(each[0]): None for each in self.compositions.values()}
-        return ReadDocument(
-            self.model, [case.context], list(methods), max_prompt=self.length + ROOM, max_new=NEW,
-            buckets=[self.length], document=self.tokenizer,
-        )  # fmt: skip
+        texts = [text.format(share) for text in METHODS.values() for share in SHARES]
+        super().__init__(args.model, args.sample, texts, args.length, ROOM, NEW)
 
     def texts(self, method: str, case: Case, once: ReadDocument) -> list[str]:
         """Returns the answer of each share of a method; the full cache has one."""
@@ -68,7 +48,8 @@ class Measure:
             shape = self.model.num_layers, self.model.kv_heads, len(case.context)
             contexts = [once.kept(np.ones(shape, bool), kvjax.Full())] * len(SHARES)
         else:
-            contexts = [once.kept_by(each) for each in self.compositions[method]]
+            texts = [METHODS[method].format(share) for share in SHARES]
+            contexts = [once.kept_by(self.transforms[text]) for text in texts]
         answers = kvjax.generate(
             self.model, [case.question] * len(SHARES), context=together(contexts),
             max_new_tokens=NEW, end_tokens=(), buckets=[ROOM],
@@ -108,7 +89,7 @@ def main() -> None:
         for task in tasks:
             case, key = task.cases[number], {"task": task.name, "number": number}
             left = [each for each in (FULL, *METHODS) if not rows.has(method=each, **key)]
-            once = measure.read(case) if left else None
+            once = measure.read(case.context) if left else None
             for method in left:
                 scores = [task.score(text, case) for text in measure.texts(method, case, once)]
                 rows.add(method=method, **key, scores=scores)

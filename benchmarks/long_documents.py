@@ -12,10 +12,14 @@ piece, when all has been compiled. A whole prompt is read once, and its figures 
 them. `layer` is the most temporary memory and output that XLA says of a compiled function of a
 layer.
 
-`needles`: essays with four needles each, at depths that are spread evenly, all asked for when the
-document has been read and compressed; the share that greedy decoding writes.
+`needles`: essays with four needles each, at depths that are spread evenly, all asked for in one
+batch when the document has been read and compressed; `found` is the share that greedy decoding
+writes, with Wilson's interval. Every method keeps 1,024 slots in the mean of all heads, of the same
+documents and with the same room, read as a whole and in pieces; `full` keeps everything. Methods
+that read the whole document share one reading (`kept_documents.py`), and each reads pieces of its
+own. `bytes` are those at rest, in float32.
 
-Rows go into `--cells`, and a run that was stopped goes on.
+Rows go into `--cells`, a document and a method at a time, and a run that was stopped goes on.
 """
 
 from __future__ import annotations
@@ -26,19 +30,21 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import Rows, save
+from common import Rows, save, watch_layers
 
-PIECE = 2048
+PIECE, SLOTS = 2048, 1024
 MEMORY = (4_000, None), (16_000, None), (32_000, PIECE)  # tokens of a document, and of a piece
-METHODS = "snapkv(budget=1024)", "own_queries(budget=1024)"
+METHODS = f"snapkv(budget={SLOTS})", f"own_queries(budget={SLOTS})"
 NEEDLES = 4
-ASKED = (
-    ("full", None), ("by_head(own_queries(budget=0.1))", None),
-    ("by_head(own_queries(budget=0.1))", PIECE), ("own_queries(budget=1024)", PIECE),
-)  # fmt: skip
+FULL = "full"
+ASKED = {  # by what they are called, since a share depends on the length
+    "own_queries": "own_queries(budget={slots})",
+    "by_head(own_queries)": "by_head(own_queries(budget={share}))",
+}
 ROOM, NEW = 96, 24
 
 
@@ -49,28 +55,11 @@ def worker(args: argparse.Namespace, text: str, tokens: int, piece: int | None) 
     import kvjax
     from kvjax.compiled_code import give_back_freed
     from kvjax.evaluation.memory import forget_peak, resident
-    from kvjax.generation import prompt_pass
     from kvjax.models import from_pretrained, load_tokenizer
 
     model, tokenizer = from_pretrained(args.model, dtype="float32"), load_tokenizer(args.model)
     document = tokenizer(Path(args.text).read_text()).input_ids[:tokens]
-    layers, read_layer = [], prompt_pass._read_layer
-
-    class Watched:
-        """The compiled function of a layer, and what XLA says of each that is compiled."""
-
-        trace = read_layer.trace
-
-        def lower(self, *args):
-            lowered = read_layer.lower(*args)
-            memory = lowered.compile().memory_analysis()
-            layers.append([memory.temp_size_in_bytes, memory.output_size_in_bytes])
-            return lowered
-
-        def __call__(self, *args):
-            return read_layer(*args)
-
-    prompt_pass._read_layer = Watched()
+    layers = watch_layers()
 
     def read(document: list[int], on_piece: Any = None) -> kvjax.Context:
         in_pieces = {} if piece is None else {"piece": piece, "on_piece": on_piece}
@@ -116,45 +105,59 @@ def memory(args: argparse.Namespace) -> None:
 def needles(args: argparse.Namespace) -> None:
     """Measures the needles that are found."""
     from kept_answers import haystacks
+    from kept_documents import Compositions
 
     import kvjax
     from kvjax.evaluation import is_right
-    from kvjax.generation.calibration import sample_of
-    from kvjax.generation.model import as_functional
-    from kvjax.models import from_pretrained, load_tokenizer
 
-    model = as_functional(from_pretrained(args.model, dtype="float32"))
-    tokenizer, text = load_tokenizer(args.model), Path(args.text).read_text()
-    sample = sample_of(
-        tokenizer(Path(args.sample).read_text(), add_special_tokens=False).input_ids,
-        model.max_positions,
-    )
-    methods: dict[str, Any] = {}
-    rows = Rows(args.cells, {"benchmark": "long_documents_needles", "piece": PIECE, **about(args)})
+    named = {"benchmark": "long_documents_needles", "piece": args.piece, "slots": args.slots}
+    rows, text = Rows(args.cells, {**named, **about(args)}), Path(args.text).read_text()
     for length in args.lengths:
+        sizes = {"slots": args.slots, "share": round(args.slots / (length - ROOM), 4)}
+        texts = {FULL: FULL} | {name: text.format(**sizes) for name, text in ASKED.items()}
+        kept = Compositions(args.model, args.sample, texts.values(), length, ROOM, NEW)
+        model, tokenizer = kept.model, kept.tokenizer
         for document in haystacks(tokenizer, text, length, args.documents, NEEDLES):
-            for name, piece in ASKED:
+            once = None
+            for piece, name in itertools.product((None, args.piece), texts):
                 key = {
                     "method": name, "tokens": length, "piece": piece, "number": document.number,
                 }  # fmt: skip
-                if rows.has(**key):
+                if rows.has(**key) or (name == FULL and piece is not None):
                     continue
-                if name not in methods:
-                    methods[name] = kvjax.calibrated(name, model, sample, document=tokenizer)
-                start = time.perf_counter()
-                context = kvjax.read(
-                    model, [document.tokens], transform=methods[name], max_new=NEW,
-                    max_prompt=length + ROOM, buckets=[length], document=tokenizer, piece=piece,
-                )  # fmt: skip
-                seconds = time.perf_counter() - start
+                transform = kept.transforms[texts[name]]
+                if piece is None:
+                    once = once or kept.read(document.tokens)
+                    context = once.context(transform)
+                else:
+                    once = None  # gives its memory back
+                    context = kvjax.read(
+                        model, [document.tokens], transform=transform, max_prompt=length + ROOM,
+                        max_new=NEW, buckets=[length], document=tokenizer, piece=piece,
+                    )  # fmt: skip
                 written = kvjax.generate(
                     model, document.questions, context=context, max_new_tokens=NEW, end_tokens=(),
                     buckets=[ROOM],
                 ).tokens  # fmt: skip
                 answers = zip(tokenizer.batch_decode(written), document.answers, strict=True)
-                right = [float(is_right(text, value)) for text, (_, value) in answers]
-                rows.add(**key, scores=right, seconds=round(seconds, 1), bytes=context.nbytes)
-    save(args.out, {**rows.about, "rows": rows.rows})
+                right = [float(is_right(answer, value)) for answer, (_, value) in answers]
+                rows.add(**key, scores=right, depths=document.depths, bytes=context.nbytes)
+    save(args.out, {**rows.about, "rows": rows.rows, "found": found(rows.rows)})
+
+
+def found(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the share of needles that each method finds in documents of each length."""
+    from kvjax.evaluation import Estimate
+
+    by_cell: dict[tuple, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_cell.setdefault((row["tokens"], row["method"], row["piece"]), []).append(row)
+    result = []
+    for (tokens, method, piece), of_cell in by_cell.items():
+        scores = [score for row in of_cell for score in row["scores"]]
+        estimate = Estimate.of(scores)._asdict()
+        result.append({"tokens": tokens, "method": method, "piece": piece, **estimate})
+    return result
 
 
 def about(args: argparse.Namespace) -> dict[str, str]:
@@ -171,6 +174,8 @@ def main() -> None:
     parser.add_argument("--sample", help="text from which profiles are made")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8_000, 16_000, 32_000])
     parser.add_argument("--documents", type=int, default=3)
+    parser.add_argument("--piece", type=int, default=PIECE, help="tokens of a piece, for needles")
+    parser.add_argument("--slots", type=int, default=SLOTS, help="that needles' methods keep")
     parser.add_argument("--cells", help="file of the rows; the result's name and .cells.json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--out")

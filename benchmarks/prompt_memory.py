@@ -25,10 +25,10 @@ METHODS = ("full", "snapkv", "h2o", "chelsea", "kvmerger", "clusterkv", "pyramid
 def worker(model_folder: str, text: str, method: str, budget: float, tokens: int) -> None:
     """Measures one method and prints JSON."""
     import jax
+    from common import watch_layers
 
     import kvjax
     from kvjax.evaluation.memory import with_peak
-    from kvjax.generation import prompt_pass
     from kvjax.models import from_pretrained, load_tokenizer
 
     model, tokenizer = from_pretrained(model_folder), load_tokenizer(model_folder)
@@ -37,23 +37,7 @@ def worker(model_folder: str, text: str, method: str, budget: float, tokens: int
         raise ValueError(f"the text must have {tokens} tokens, got {len(prompt)}")
     transform = kvjax.calibrated(kvjax.parse(method, budget), model, [])
     options = {"transform": transform, "max_new": 64, "document": tokenizer}
-    found, read_layer = [], prompt_pass._read_layer
-
-    class Watched:
-        """The compiled function of a layer, and what XLA says of each that is compiled."""
-
-        trace = read_layer.trace
-
-        def lower(self, *args):
-            lowered = read_layer.lower(*args)
-            memory = lowered.compile().memory_analysis()
-            found.append([memory.temp_size_in_bytes, memory.output_size_in_bytes])
-            return lowered
-
-        def __call__(self, *args):
-            return read_layer(*args)
-
-    prompt_pass._read_layer = Watched()
+    layers = watch_layers()
 
     def reading() -> kvjax.Context:
         context = kvjax.read(model, [prompt], **options)
@@ -66,7 +50,7 @@ def worker(model_folder: str, text: str, method: str, budget: float, tokens: int
         "method": method,
         "grown": grown,
         "cache_bytes": context.nbytes,
-        "layers": [{"temporary": temporary, "outputs": out} for temporary, out in found],
+        "layers": [{"temporary": temporary, "outputs": out} for temporary, out in layers],
         "device": jax.devices()[0].device_kind,
     }
     print(json.dumps(row))

@@ -134,7 +134,7 @@ def run(args: argparse.Namespace) -> None:
         layers, room = opened.bind(transform), max_questions + args.max_new
         for ids, name in zip(tokens, args.documents, strict=True):
             with _naming(name if several else None):
-                check_prompts(opened.config, [ids], layers, room)
+                check_prompts(opened.config, [ids], layers, room, args.piece)
         documents = []
         for place, ids, name in zip(outs, tokens, args.documents, strict=True):
             saved = Saved(
@@ -144,10 +144,11 @@ def run(args: argparse.Namespace) -> None:
             )  # fmt: skip
             earlier = Saved.before(place, saved)
             done = 0 if earlier is None else earlier.read
-            # One document is read again, as what is there already may be meant to be replaced.
-            done = 0 if done == len(ids) and not several else done
+            # One document is read again, as what is there already may be meant to be replaced. In
+            # pieces it is not: the command may have been killed behind the last one.
+            done = 0 if done == len(ids) and not several and not args.piece else done
             documents.append(_Document(place, ids, saved, done))
-        left = [document for document in documents if document.rest]
+        left = [document for document in documents if document.rest or not several]
         records, whole = {}, None
         if left:
             records, whole = _read(left, tokens[0], transform, args, opened, display)

@@ -14,6 +14,7 @@ import numpy as np
 import kvjax
 from kvjax.cli.templates import Dialogue
 from kvjax.generation.context_files import check_free, context_about
+from kvjax.generation.prompt_checks import repositions
 
 
 @dataclass(frozen=True)
@@ -207,8 +208,7 @@ class Room(NamedTuple):
     @classmethod
     def of(cls, context: kvjax.Context, positions: int | None) -> Room:
         """Returns the room that a context of one row has; `positions` are the model's."""
-        # Keys that are rotated at their rank in the cache never reach a position beyond the limit.
-        unbounded = positions is None or all(x.needs.reposition for x in context.layers)
+        unbounded = positions is None or repositions(context.layers)
         return cls(
             context.max_prompt - int(context.prompt_tokens[0]),
             context.max_new - int(context.new_tokens[0]),

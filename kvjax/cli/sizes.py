@@ -10,7 +10,7 @@ from rich.filesize import decimal
 import kvjax
 from kvjax.attention.init_cache import default_dtype
 from kvjax.attention.occupancy import Occupancy
-from kvjax.generation.planning import Plan, plan, whole_plans
+from kvjax.generation.planning import Plan, plan, too_long, whole_plans
 
 
 def kept_and_room(occupancy: Occupancy, kept: str) -> str:
@@ -45,6 +45,8 @@ class Whole(NamedTuple):
         cls, model: Any, transform: kvjax.KVTransform, max_prompt: int, max_new: int
     ) -> Whole | None:
         """Does so for a context of one row, which `kvjax.read` has yet to make."""
+        if too_long(model, max_prompt=max_prompt, max_new=max_new):
+            return None
         sizes = {"max_prompt": max_prompt, "max_new": max_new, "dtype": default_dtype()}
         return cls.instead_of(plan(model, transform, **sizes), whole_plans(model, **sizes))
 

@@ -56,7 +56,8 @@ def read(
     before them. Memory then holds one piece, and what is kept. A method treats each piece as a
     further prompt; those that compress documents (`KVzip`, `OwnQueries`) as a further document. A
     budget that is a number of slots is for all pieces: what is kept of earlier ones is compressed
-    again, as each method documents.
+    again, as each method documents. A prompt may have more tokens than the model has positions
+    where keys are rotated at their rank in the cache (`StreamingLLM(reposition=True)`).
 
     Args:
       model, prompts, transform, dtype, buckets, on_layer, on_compile, document: as in `generate`.
@@ -67,7 +68,8 @@ def read(
       max_new: most tokens of a row that the model writes, all turns together.
       max_length: length of text by which a model decides what depends on it (LongRoPE, dynamic
         NTK), once for this context and all that go on from it. The default is `max_new` plus
-        `max_prompt`, or plus the longest prompt if no `max_prompt` is given. It is no limit.
+        `max_prompt`, or plus the longest prompt if no `max_prompt` is given. It is no limit, and
+        counts as the model's positions if it is more.
       piece: tokens of a piece; None: the whole prompt is one.
       on_piece: called with the context behind each piece but the last one. It is awake, and the
         next piece takes its memory: what is to be kept of it is saved, or copied by `at_rest`.
@@ -107,12 +109,12 @@ def read(
     functional, prompts = as_functional(model), as_rows(prompts)
     document = True if document is None else document
     if context is None:
-        start = _start_of(functional, prompts, max_new=max_new, **whole)
+        start = _start_of(functional, prompts, max_new=max_new, piece=piece, **whole)
     else:
         for name, value in whole.items():
             if value is not None:
                 raise ValueError(f"a context has its own {name}, got {name}= as well")
-        check_pieces_so_far(functional, context, prompts)
+        check_pieces_so_far(functional, context, prompts, piece)
         start = context.awake(compiler=compiler)
         start = start.copy() if start is context else start
     check_pieces(functional, prompts, start, piece, document)
@@ -164,12 +166,13 @@ def _start_of(
     max_length: int | None,
     dtype: DTypeLike | None,
     buckets: Sequence[int] | None,
+    piece: int | None = None,
 ) -> Start:
     """Returns what `read` makes new caches for; raises what it raises for these arguments."""
     transform = Full() if transform is None else as_transform(transform, "read")
     transform = with_named(transform, model)
     widths, size = size_to_read(
-        model, prompts, [transform], max_prompt, max_new, max_length, dtype, buckets
+        model, prompts, [transform], max_prompt, max_new, max_length, dtype, buckets, piece
     )
     layers = bind(transform, model.num_layers, model.windows, size.max_tokens)
     return Start(transform, layers, size, widths)
@@ -184,6 +187,7 @@ def size_to_read(
     max_length: int | None,
     dtype: DTypeLike | None,
     buckets: Sequence[int] | None,
+    piece: int | None = None,
 ) -> tuple[list[int], CacheSize]:
     """Returns the padded length of each prompt, and the sizes that caches are made for.
 
@@ -192,7 +196,8 @@ def size_to_read(
     check_count("max_new", max_new, 1)
     for transform in transforms:
         # No new tokens yet: each turn is checked when it comes.
-        check_prompts(model, prompts, bind(transform, model.num_layers, model.windows), 0)
+        layers = bind(transform, model.num_layers, model.windows)
+        check_prompts(model, prompts, layers, 0, piece)
     longest = max(map(len, prompts))
     widths = [bucket(len(prompt), model.max_positions, buckets) for prompt in prompts]
     if max_prompt is not None:

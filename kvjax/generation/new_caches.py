@@ -58,8 +58,9 @@ class CacheSize(NamedTuple):
           max_prompt, max_new: most tokens of a row that are read and written. They may be padded.
           dtype: of keys and values.
           tokens: tokens of a row without padding, from which `max_length` follows: padding must
-            not change how a model treats a text.
+            not change how a model treats a text. A text has no more positions than the model.
         """
+        tokens = tokens if model.max_positions is None else min(tokens, model.max_positions)
         return cls(
             batch=batch,
             kv_heads=model.kv_heads,

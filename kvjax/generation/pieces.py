@@ -91,7 +91,7 @@ def check_pieces(
 
 
 def check_pieces_so_far(
-    model: FunctionalModel, context: Context, prompts: Sequence[Sequence[int]]
+    model: FunctionalModel, context: Context, prompts: Sequence[Sequence[int]], piece: int
 ) -> None:
     """Raises ValueError for a context in which these prompts have not been begun."""
     if len(prompts) != context.rows:
@@ -111,4 +111,4 @@ def check_pieces_so_far(
         prompt[done:] or None for prompt, done in zip(prompts, context.length.tolist(), strict=True)
     ]
     if any(rest):
-        check_turn(model, context, rest, 0, document=True)
+        check_turn(model, context, rest, 0, document=True, piece=piece)

@@ -228,6 +228,12 @@ def plan(
     )
 
 
+def too_long(model: LanguageModel | FunctionalModel, *, max_prompt: int, max_new: int) -> bool:
+    """Returns whether a cache of every token would take more positions than the model has."""
+    positions = as_functional(model).max_positions
+    return positions is not None and max_prompt + max_new > positions
+
+
 def whole_plans(model: LanguageModel | FunctionalModel, **sizes: Any) -> Iterator[Plan]:
     """Yields plans of stored forms that keep every token, the most faithful form first.
 
@@ -237,12 +243,10 @@ def whole_plans(model: LanguageModel | FunctionalModel, **sizes: Any) -> Iterato
     Args:
       sizes: all other arguments of `plan`.
     """
-    functional = as_functional(model)
-    positions, tokens = functional.max_positions, sizes["max_prompt"] + sizes["max_new"]
-    if positions is not None and tokens > positions:
+    if too_long(model, max_prompt=sizes["max_prompt"], max_new=sizes["max_new"]):
         return
     yield plan(model, Quantize(), **sizes)
-    if functional.head_dim % GROUP == 0:
+    if as_functional(model).head_dim % GROUP == 0:
         yield plan(model, Quantize(bits=4), **sizes)
 
 

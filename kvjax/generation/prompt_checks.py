@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import jax
@@ -11,7 +11,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
 
+from kvjax.compose.ring import Ring
 from kvjax.compose.walks import walk
+from kvjax.compose.wrappers import by_head_groups
 from kvjax.devices import mesh_of
 from kvjax.generation.context import Context
 from kvjax.generation.documents import Document, probe_of
@@ -51,6 +53,7 @@ def check_prompts(
     prompts: Sequence[Sequence[int]],
     layers: tuple[KVTransform, ...],
     max_new: int,
+    piece: int | None = None,
 ) -> None:
     """Raises what `generate` would raise for these prompts, before any weight has been loaded.
 
@@ -58,31 +61,97 @@ def check_prompts(
       model: a model, or the configuration of one.
       prompts, max_new: prompts and `max_new_tokens` of `generate`.
       layers: one transform per layer.
+      piece: as in `kvjax.read`.
     """
     if not len(prompts):
         raise ValueError("generate needs at least one prompt, got none")
     for row, prompt in enumerate(prompts):
         _check_row(model, row, prompt)
-    check_positions(model, layers, max(len(prompt) for prompt in prompts), max_new)
+    check_positions(model, layers, max(len(prompt) for prompt in prompts), max_new, piece)
 
 
 def check_positions(
-    model: Sized, layers: tuple[KVTransform, ...], longest: int, max_new: int
+    model: Sized,
+    layers: tuple[KVTransform, ...],
+    longest: int,
+    max_new: int,
+    piece: int | None = None,
 ) -> None:
     """Raises ValueError if a prompt and the new tokens take more positions than the model has.
 
     Args:
       longest: tokens of the longest prompt.
-      model, layers, max_new: as in `check_prompts`.
+      model, layers, max_new, piece: as in `check_prompts`.
     """
     limit = model.max_positions
-    # Keys that are rotated at their rank in the cache never reach a position beyond the limit.
-    unbounded = all(layer.needs.reposition for layer in layers)
-    if limit is not None and (longest > limit or (longest + max_new > limit and not unbounded)):
+    if limit is None:
+        return
+    none, count, new = (np.full(1, x) for x in (0, longest, max_new))
+    if _positions(layers, longest, none, none, count, new, piece) > limit:
         raise ValueError(
             f"the model has {limit} positions, got a prompt of {longest} tokens and "
-            f"{max_new} new ones"
+            f"{max_new} new ones: {_fewer_positions(layers)}"
         )
+
+
+def _positions(
+    layers: Iterable[KVTransform],
+    max_prompt: int,
+    length: Int[np.ndarray, " B"],
+    written: Int[np.ndarray, " B"],
+    count: Int[np.ndarray, " B"],
+    new: Int[np.ndarray, " B"],
+    piece: int | None,
+) -> Int[np.ndarray, " B"]:
+    """Returns how many positions a turn takes in each row, in the layer that takes most.
+
+    Keys that are rotated at their rank in the cache (`Needs.reposition`) take as many as the cache
+    holds at once: what has been kept, and a piece or a new token.
+
+    Args:
+      max_prompt: of the caches.
+      length, written: tokens so far, and those of them that the model wrote.
+      count, new: tokens of the prompt, and those that the model will write.
+      piece: tokens of the prompt that are read at a time; None: all.
+    """
+    tokens, at_once = length + count, np.minimum(count, piece or count)
+    before, after = (Extent(max_prompt, int(x.max())) for x in (written, written + new))
+    most = []
+    for part in dict.fromkeys(part for layer in layers for part in by_head_groups(layer)):
+        if part.needs.reposition:
+            reading = np.minimum(tokens - at_once, part.extent(before).total) + at_once
+            most.append(np.maximum(reading, np.minimum(tokens + new, part.extent(after).total)))
+        else:
+            most.append(tokens + new)
+    return np.max(most, axis=0)
+
+
+def repositions(layers: Iterable[KVTransform]) -> bool:
+    """Returns whether all layers rotate keys at their rank, so that a text of any length fits."""
+    return not list(_with_own_positions(layers))
+
+
+def _with_own_positions(layers: Iterable[KVTransform]) -> Iterator[KVTransform]:
+    """Yields the methods that rotate keys at the positions of their tokens."""
+    parts = (part for layer in layers for part in by_head_groups(layer))
+    return (part for part in parts if not part.needs.reposition)
+
+
+def _fewer_positions(layers: Iterable[KVTransform]) -> str:
+    """Says how a text can be read for which a model has too few positions."""
+    methods = list(_with_own_positions(layers))
+    if not methods:
+        return (
+            "what the cache holds at once must fit into them, so take smaller pieces (piece=, "
+            "--piece), a shorter turn or a smaller budget"
+        )
+    # Layers with windows have rings whatever the method is.
+    rings = [method for method in methods if isinstance(method, Ring)]
+    said = f"{brief((rings or methods)[0])} keeps tokens at these: take a model with more"
+    return said if rings else (
+        f"{said}, or read in pieces (piece=, --piece) with streaming_llm(reposition=True), whose "
+        "tokens have positions in the cache"
+    )  # fmt: skip
 
 
 def check_turn(
@@ -91,12 +160,14 @@ def check_turn(
     prompts: Rows | None,
     max_new: int | Int[np.ndarray, " B"],
     document: Document | None = None,
+    piece: int | None = None,
 ) -> None:
     """Raises what `generate` would raise for a further turn of this context.
 
     Args:
       max_new: new tokens of every row, or of each row.
       document: as in `generate`.
+      piece: as in `kvjax.read`.
     """
     if not isinstance(context, Context):
         raise TypeError(
@@ -126,21 +197,31 @@ def check_turn(
         if not count.any():
             raise ValueError("a turn needs a prompt of one row at least, got None for all")
     active = count > 0 if count.any() else np.ones(len(count), bool)
-    unbounded = all(layer.needs.reposition for layer in context.layers)
-    limit = None if unbounded else model.max_positions
     for name, tokens, more, most in (
         ("max_prompt", context.prompt_tokens, count, size.max_prompt),
         ("max_new", context.new_tokens, active * max_new, size.max_new),
-        ("positions", context.length, count + active * max_new, limit),
     ):
         # A context of one row is repeated for all prompts.
         total = np.broadcast_to(np.asarray(tokens), count.shape) + more
-        if most is not None and (total[active] > most).any():
+        if (total[active] > most).any():
             row = int(np.argmax(np.where(active, total, -1)))
             raise ValueError(
                 f"the context has {name} = {most}, and row {row} would need {total[row]}: "
-                f"{total[row] - more[row]} so far and {more[row]} more"
-                + ("" if name == "positions" else f" (kvjax.read takes a larger {name})")
+                f"{total[row] - more[row]} so far and {more[row]} more (kvjax.read takes a larger "
+                f"{name})"
+            )
+    limit = model.max_positions
+    if limit is not None:
+        both = context.length, context.new_tokens
+        so_far, written = (np.broadcast_to(np.asarray(x), count.shape) for x in both)
+        new = active * max_new
+        taken = _positions(context.layers, size.max_prompt, so_far, written, count, new, piece)
+        if (taken[active] > limit).any():
+            row = int(np.argmax(np.where(active, taken, -1)))
+            raise ValueError(
+                f"the model has {limit} positions, and row {row} would need {taken[row]}: "
+                f"{so_far[row]} tokens so far and {count[row] + new[row]} more: "
+                f"{_fewer_positions(context.layers)}"
             )
     limited = longest_turn(context.layers, context.max_prompt, context.max_new)
     if limited is None or (document and probe_of(context.layers)):

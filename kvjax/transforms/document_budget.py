@@ -162,7 +162,10 @@ class DocumentBudget(PromptBudget):
         before = keep_best(importance, before, cache.position, jnp.maximum(most - slots, 0))
         others = self._newest_others(cache, live & ~new & (mark == 0))
         stays = (cache.position < self.sinks) | newest(cache, self.window)
-        score = self.scores(cache, state, step, new)
+        try:
+            score = self.scores(cache, state, step, new)
+        except KeyError as error:
+            raise self._not_noted(step.record, error) from error
         if score.shape != cache.shape:
             raise ValueError(
                 f"{type(self).__name__}.scores must return a score for each slot, "
@@ -175,6 +178,15 @@ class DocumentBudget(PromptBudget):
         )  # fmt: skip
         state = state._replace(tokens=step.of_rows(total, state.tokens))
         return keep, state
+
+    def _not_noted(self, record: Record, error: KeyError) -> TypeError:
+        """Returns the error for scores that ask for something that no record has."""
+        noted = ", ".join({**record.slots, **record.rows}) or "nothing"
+        return TypeError(
+            f"{type(self).__name__}.scores asks for {error}, and its probe "
+            f"{type(self.needs.probe).__name__} notes {noted}: name a probe in `needs` that notes "
+            "what the scores read"
+        )
 
     def _slots(
         self, tokens: Int[Array, " B"], cache: KVCache, table: Table

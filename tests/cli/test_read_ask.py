@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 
 import pytest
 from rich.filesize import decimal
@@ -219,12 +220,13 @@ def test_the_bundled_model_answers_about_a_document(capsys, tmp_path):
 def test_pieces_give_one_context_however_often_it_is_stopped(
     capsys, read, tinystories, document, tmp_path, monkeypatch
 ):
-    """Behind any piece: the same command goes on from there, and nothing is lost."""
+    """Behind any piece, the last one too: the same command goes on from there."""
     options = "--method", "snapkv", "--budget", "24", "--max-questions", "32", "--piece", "16"
     record, out = read(*options), tmp_path / "out"
     tokens = record["prompt_tokens"]
     whole = kvjax.load_context(out, from_pretrained(tinystories))
     assert Saved.of(out).unfinished is None
+    shutil.rmtree(out)
 
     save, saved = kvjax.save_context, []
 
@@ -235,7 +237,7 @@ def test_pieces_give_one_context_however_often_it_is_stopped(
 
     monkeypatch.setattr(kvjax, "save_context", then_stop)
     args = "read", document, "--out", out, "--model", tinystories, *options
-    for piece in range(1, tokens // 16 + 2):
+    for piece in range(1, tokens // 16 + 3):
         with contextlib.suppress(KeyboardInterrupt):
             main([str(arg) for arg in args])
         assert saved[-1] == min(16 * piece, tokens)
@@ -261,3 +263,19 @@ def test_another_command_begins_anew(read, document, tmp_path, monkeypatch, chan
     )
     read(*options, *changed)
     assert saved[0] == (32 if "--piece" in changed else 16)
+
+
+@pytest.mark.slow
+def test_a_document_of_more_tokens_than_positions(capsys, read, document, tinystories, tmp_path):
+    """Of a method whose tokens have positions in the cache; others are refused at once."""
+    document.write_text(TEXT * 16)
+    size = "--budget", "64", "--max-questions", "32", "--max-new", "8", "--piece", "128"
+    args = "read", document, "--out", tmp_path / "out", "--model", tinystories, *size
+    said = error(capsys, *args, "--method", "streaming_llm")
+    assert "the model has 512 positions, got a prompt of " in said
+    assert ": StreamingLLM(budget=64" in said and "streaming_llm(reposition=True)" in said
+    assert not (tmp_path / "out").exists()
+    record = read(*size, "--method", "streaming_llm(reposition=True)")
+    assert record["prompt_tokens"] > 512 and record["kept_slots"] == 64
+    asked = json.loads(output(capsys, "ask", tmp_path / "out", "One day", "--json"))
+    assert asked["results"][0]["new_tokens"] == 8

@@ -8,11 +8,26 @@ import pytest
 
 import kvjax
 from kvjax.attention.layer import layer_caches
+from kvjax.budgets.profile import shares
+from kvjax.compose.foreseen import frees_at_prompts_end
+from kvjax.compose.walks import walk
 from kvjax.transforms.document_budget import _part_of
+from tests.evaluation.fidelity.test_fidelity import (
+    KV_HEADS,
+    LAYERS,
+    METHODS,
+    VOCAB,
+    WINDOW,
+    snapkv,
+    tiny_model,
+    tiny_reference,
+)
 from tests.generation.test_context import QUESTIONS, ROWS, TRANSFORMS, generate, read
-from tests.generation.test_generate import CONFIG, RAGGED, compiled, model
+from tests.generation.test_generate import CONFIG, RAGGED, compiled, method, model
 from tests.support.attending import same_arrays
 from tests.support.marks import some_slow
+from tests.support.tolerances import close
+from tests.transforms import test_scenarios
 
 FAST = "snapkv", "kvzip"
 RARE = {*TRANSFORMS} - {*ROWS, *FAST, "offload"}  # before a release
@@ -47,6 +62,47 @@ def test_reading_goes_on_where_it_stopped(name):
     questions = [generate(QUESTIONS, each) for each in (again, whole)]
     assert questions[0].tokens == questions[1].tokens
     same_arrays(questions[0].context.logits, questions[1].context.logits)
+
+
+# Profiles of three layers of two heads.
+SHARES = np.random.default_rng(8).uniform(0.2, 0.8, (LAYERS, KV_HEADS, 1))
+PROFILE = kvjax.kit.HeadProfile(np.concatenate((SHARES, np.ones_like(SHARES)), 2))
+BY_HEAD = kvjax.ByHead(kvjax.SnapKV(0.4, window=WINDOW, kernel=3), PROFILE)
+OF_HEADS = shares(PROFILE.table, 0.4, BY_HEAD.safeguard)
+REFERENCES = METHODS | {
+    "by_head": (BY_HEAD, lambda layer, head: snapkv(float(OF_HEADS[layer][head])))
+}
+
+
+@pytest.mark.parametrize("name", some_slow(REFERENCES, "by_head", "pyramidkv"))
+def test_pieces_equal_the_reference(name):
+    """In a whole model, behind every piece, and after an answer: each head has a reference."""
+    transform, reference = REFERENCES[name]
+    prompt, logits = np.random.default_rng(3).integers(VOCAB, size=52).tolist(), []
+    pieces = [prompt[start : start + 12] for start in range(0, len(prompt), 12)]
+    context = kvjax.read(
+        tiny_model(), [prompt], transform=transform, max_prompt=60, max_new=8, piece=12,
+        on_piece=lambda context: logits.append(np.array(context.logits)),
+    )  # fmt: skip
+    after, new = tiny_reference().compressed([*pieces, [5, 9]], 6, reference)
+    answer = kvjax.generate(tiny_model(), [[5, 9]], context=context, max_new_tokens=6)
+    found = [row[0] for row in (*logits, context.logits, answer.context.logits)]
+    for number, (mine, expected) in enumerate(zip(found, [*after[:-2], after[-1]], strict=True)):
+        close(mine, expected, "accumulated", f"after turn {number}")
+    assert answer.tokens == [new]
+
+
+def test_every_method_that_frees_slots_has_a_reference_of_pieces():
+    """`everywhere` has its base in its place when it is bound."""
+    methods = {
+        name
+        for name in kvjax.registry.METHODS
+        for layer in kvjax.bind(method(name), 2)
+        if any(frees_at_prompts_end(part) for part in walk(layer))
+    }
+    assert {"h2o", "kvmerger", "spindlekv"} <= methods and "quest" not in methods
+    compared = {*test_scenarios.PAIRS, *test_scenarios.OTHERS_IN_PIECES, *REFERENCES}
+    assert methods | {*kvjax.registry.WRAPPERS} - {"everywhere"} | {"chain", "quantize"} <= compared
 
 
 def test_the_full_cache_does_not_see_pieces():

@@ -212,3 +212,18 @@ def test_scores_of_another_shape():
 
     with pytest.raises(ValueError, match=r"ByToken.scores must return a score for each slot"):
         foreseen(ByToken(0.5), "prompt")
+
+
+def test_scores_of_what_no_probe_notes():
+    """As of a method whose `needs` were forgotten, before anything is read."""
+
+    class Forgets(kvjax.kit.DocumentBudget):
+        def scores(self, cache, state, step, document):
+            return step.record.slots["received"]
+
+    layers = []
+    with pytest.raises(TypeError, match=r"Forgets.scores asks for 'received', .* Probe notes noth"):
+        kvjax.read(
+            model("plain"), [PROMPTS[2]], transform=Forgets(0.5), on_layer=layers.append
+        )  # fmt: skip
+    assert not layers

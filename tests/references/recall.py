@@ -83,6 +83,47 @@ class TinyModel:
             x = x + merged @ np.asarray(wo, np.float64)
         return x[-1] @ np.asarray(self.embed, np.float64).T, seen
 
+    def compressed(
+        self, turns: list[list[int]], new_tokens: int, method: Callable[[int, int], object]
+    ) -> tuple[list[np.ndarray], list[int]]:
+        """Logits after each prompt and after the greedy continuation, and that continuation.
+
+        Prompts and the tokens that follow go through references `method(layer, head)` with `prompt`
+        and `decode`; one that repositions gets q and k unrotated.
+        """
+        references = [
+            [method(layer, head) for head in range(self.kv_heads)]
+            for layer in range(len(self.layers))
+        ]
+
+        def logits(tokens: list[int], at: np.ndarray, is_prompt: bool) -> np.ndarray:
+            x = np.asarray(self.embed, np.float64)[tokens]
+            for (wq, wk, wv, wo), heads in zip(self.layers, references, strict=True):
+                q, k, v = (self.heads(x, weights) for weights in (wq, wk, wv))
+                outs = []
+                for head, own in enumerate(heads):
+                    group, key = q.reshape(self.kv_heads, -1, *q.shape[1:])[head], k[head]
+                    if not getattr(own, "reposition", False):
+                        group, key = (rope(x, at, self.inv_freq) for x in (group, key))
+                    if is_prompt:
+                        outs.append(own.prompt(group, key, v[head], at))
+                    else:
+                        out = own.decode(group[:, 0], key[0], v[head][0], int(at[0]))
+                        outs.append(out[:, None])
+                merged = np.concatenate(outs).transpose(1, 0, 2).reshape(len(tokens), -1)
+                x = x + merged @ np.asarray(wo, np.float64)
+            return x[-1] @ np.asarray(self.embed, np.float64).T
+
+        start, after = 0, []
+        for turn in turns:
+            after.append(logits(turn, start + np.arange(len(turn)), is_prompt=True))
+            start += len(turn)
+        new, last = [], after[-1]
+        for position in range(start, start + new_tokens):
+            new.append(int(np.argmax(last)))
+            last = logits(new[-1:], np.array([position]), is_prompt=False)
+        return [*after, last], new
+
     def go_on(self, prompt: list[int], new_tokens: int) -> list[int]:
         """The prompt and its greedy continuation."""
         tokens = list(prompt)

@@ -192,6 +192,7 @@ class Everything:
 
     def prompt(self, q, k, v, positions):
         self.slots.append(k, v, positions, len(q))
+        return self.slots.attend(q, positions)[0]
 
     def decode(self, q, k, v, position):
         self.slots.append(k[None], v[None], [position], len(q))
