@@ -175,7 +175,6 @@ def bytes_of(run: kvjax.Generation, of_plan: Plan, rows: int) -> dict[str, Any]:
         "full_cache_bytes": run.full_cache_bytes,
         "host_bytes": round(of_plan.caches(rows).host),
         "held_bytes": of_plan.held(rows),
-        "dropped": run.dropped,
         "compile_s": run.compile_s,
     }
 

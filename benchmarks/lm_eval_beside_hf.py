@@ -1,15 +1,15 @@
 """kvjax in lm-evaluation-harness beside the harness's own model `hf`, on the same requests.
 
-    python benchmarks/lm_eval_beside_hf.py --model FOLDER --text wikitext2.test.txt \\
+    python benchmarks/lm_eval_beside_hf.py --model MODEL --text wikitext2.test.txt \\
         --out benchmarks/results/lm_eval_smollm2.json
 
 Requests are made from the text: beginnings of its paragraphs with four continuations each, of which
-one is the text's own; pieces for their whole log-likelihood; and RULER's needles to be found. Each
-side and method runs in a process of its own, and answers all requests twice (in float64 once): the
-first time, kvjax compiles. Seconds are those of the clock and of the process on all its cores, of
-which the latter hardly depend on what else runs. `apart` is the largest difference of a
-log-likelihood from that of `hf` in float32, and `off` from that of `hf` in float64, in nats. `hf`
-needs torch and accelerate.
+one is the text's own; pieces for their whole log-likelihood; and RULER's needles to be found. With
+`--limit`, the first ones of each kind are asked. Each side and method runs in a process of its own,
+and answers all requests twice (in float64 once): the first time, kvjax compiles. Seconds are those
+of the clock and of the process on all its cores, of which the latter hardly depend on what else
+runs. `apart` is the largest difference of a log-likelihood from that of `hf` in float32, and `off`
+from that of `hf` in float64, in nats. `hf` needs torch and accelerate, and gguf for a GGUF file.
 """
 
 from __future__ import annotations
@@ -80,12 +80,16 @@ def answer(args: argparse.Namespace) -> dict[str, Any]:
 
     requests, start = json.loads(sys.stdin.read()), time.perf_counter()
     settings = {"batch_size": BATCH, "max_length": WINDOW, "dtype": args.dtype}
-    method = {"device": "cpu"} if args.side == HF else {"transform": args.side}
-    if args.budget is not None:
-        method["budget"] = args.budget
-    model = get_model(HF if args.side == HF else "kvjax").create_from_arg_obj(
-        {"pretrained": args.model, **settings, **method}
-    )
+    if args.side == HF:
+        settings |= {"pretrained": args.model, "device": "cpu"}
+        path = Path(args.model)
+        if path.is_file():
+            settings |= {"pretrained": str(path.parent), "gguf_file": path.name}
+    else:
+        settings |= {"pretrained": args.model, "transform": args.side}
+        if args.budget is not None:
+            settings["budget"] = args.budget
+    model = get_model(HF if args.side == HF else "kvjax").create_from_arg_obj(settings)
     result: dict[str, Any] = {"opened": time.perf_counter() - start}
     for kind in KINDS:
         instances = [Instance(kind, {}, tuple(x), 0) for x in requests[kind]]
@@ -102,8 +106,9 @@ def answer(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Runs it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True, help="folder of the model")
+    parser.add_argument("--model", required=True, help="folder of the model, or GGUF file")
     parser.add_argument("--text", help="UTF-8 file")
+    parser.add_argument("--limit", type=int, help="questions, pieces and needles, at most")
     parser.add_argument("--out", help="JSON file")
     parser.add_argument("--side", help="answers the requests of standard input in this process")
     parser.add_argument("--budget", type=float)
@@ -113,6 +118,11 @@ def main() -> None:
         print(json.dumps(answer(args)))
         return
     requests = requests_of(args.model, Path(args.text).read_text(encoding="utf-8"))
+    if args.limit is not None:
+        requests = {
+            kind: asked[: args.limit * (CHOICES if kind == "loglikelihood" else 1)]
+            for kind, asked in requests.items()
+        }
     about = {
         "benchmark": "lm_eval_beside_hf", "model": Path(args.model).name,
         "text": Path(args.text).name, "batch_size": BATCH,

@@ -452,10 +452,9 @@ def kept_answers(rows: Sequence[dict[str, Any]]) -> str:
     return markdown(headings, map(line, by_bytes))
 
 
-def beside_hf(rows: Sequence[dict[str, Any]]) -> str:
+def beside_hf(result: dict[str, Any]) -> str:
     """Methods beside the own model of lm-evaluation-harness, by `lm_eval_beside_hf.py`."""
     kinds = "loglikelihood", "loglikelihood_rolling", "generate_until"
-    requests = read("lm_eval_smollm2")["requests"]
     headings = [
         "", "nats of a continuation", "needles", "from float64", "of a piece",
         "continuations", "pieces", "needles written", "peak memory",
@@ -463,12 +462,12 @@ def beside_hf(rows: Sequence[dict[str, Any]]) -> str:
     return markdown(headings, [
         [
             f"`{row['side']}`" + ("" if row["budget"] is None else f" {row['budget']:g}"),
-            f"{row['nats']:.1f}", f"{row['found']} of {requests['generate_until']}",
+            f"{row['nats']:.1f}", f"{row['found']} of {result['requests']['generate_until']}",
             *(f"{x:.1f}" if x > 1 else f"{x:.1g}" for x in map(row["off"].get, kinds[:2])),
             *(f"{row['again_processor'][kind]:.0f} s" for kind in kinds),
             f"{row['peak_gb']:.1f} GB",
         ]
-        for row in rows if row["dtype"] == "float32"
+        for row in result["rows"] if row["dtype"] == "float32"
     ])  # fmt: skip
 
 
@@ -681,7 +680,7 @@ def tables(folders: dict[str, Results]) -> tuple[list[Results], dict[str, str]]:
         "choose": choosing(measured),
         "situations": situations([folders["needles"]]),
         "newcomer_qwen": newcomer(read("newcomer_qwen")["rows"]),
-        "lm_eval_smollm2": beside_hf(read("lm_eval_smollm2")["rows"]),
+        **{name: beside_hf(read(name)) for name in ("lm_eval_smollm2", "lm_eval_qwen")},
         "foreign_models": foreign_models(read("foreign_models")["rows"]),
         "at_rest_smollm2": at_rest(read("at_rest_smollm2")["rows"]),
         **{name: kept_answers(read(name)["rows"]) for name in KEPT_ANSWERS},

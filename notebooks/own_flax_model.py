@@ -184,7 +184,7 @@ for _ in range(NEW // interval):
     written, token, position, caches = period(weights, token, position, caches)
     live.append(int(caches[0].kv.live[0].sum()) // KV_HEADS)
 print("live slots of a head after each period:", live)
-print("tokens that found no slot:", int(caches[0].kv.dropped.sum()))
+kvjax.check_dropped(caches)  # raises if a token found no slot
 
 # %%
 figure, axes = plt.subplots(figsize=(7.2, 2.4))

@@ -21,7 +21,7 @@ from kvjax.cli.bench_table import print_report
 from kvjax.cli.inputs import model_path
 from kvjax.cli.opened import calibrated, check_counts, model_name
 from kvjax.cli.plan_command import looked_up_bytes
-from kvjax.cli.terminal import Display, print_dropped
+from kvjax.cli.terminal import Display
 from kvjax.evaluation.cells.grid import Candidate
 from kvjax.evaluation.memory import free_memory
 from kvjax.evaluation.speed import speed
@@ -136,8 +136,6 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps(record))
         return
     print_report(Console(highlight=False), record)
-    for row in report.rows:
-        print_dropped(row.method, row.dropped)
 
 
 def _model(args: argparse.Namespace, dtype: str) -> _Subject:

@@ -16,7 +16,7 @@ from rich.text import Text
 import kvjax
 from kvjax.cli.opened import BUNDLED, OpenedModel
 from kvjax.cli.tables import Row, name_column, number_column, print_table
-from kvjax.cli.terminal import Display, figures, host_bytes, print_dropped, seconds, share
+from kvjax.cli.terminal import Display, figures, host_bytes, seconds, share
 from kvjax.evaluation import is_right
 from kvjax.evaluation.cells.grid import Candidate
 from kvjax.generation.continuation import new_text
@@ -60,8 +60,6 @@ def answer(args: argparse.Namespace, candidate: Candidate) -> None:
         print(json.dumps(record))
         return
     _print_answers(document, max_new, records)
-    for name, record in records.items():
-        print_dropped(name, record["dropped"])
 
 
 def _print_answers(document: Document, max_new: int, records: Mapping[str, dict]) -> None:

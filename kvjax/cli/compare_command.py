@@ -13,7 +13,7 @@ from kvjax.cli import compilation_cache, options
 from kvjax.cli.compare_table import print_report
 from kvjax.cli.inputs import model_path, read_text
 from kvjax.cli.opened import model_name
-from kvjax.cli.terminal import Display, print_dropped
+from kvjax.cli.terminal import Display
 from kvjax.evaluation import Grid
 from kvjax.evaluation.cells import grid
 from kvjax.evaluation.cells.files import as_json
@@ -104,6 +104,4 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({**as_json(results), "out": str(out)}))
     else:
         print_report(Console(highlight=False), results, out)
-    for method, dropped in results.dropped().items():
-        print_dropped(method, dropped)
     return 1 if results.failures() else 0

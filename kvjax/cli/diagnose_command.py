@@ -16,7 +16,7 @@ from kvjax.cli.inputs import check_text, read_text
 from kvjax.cli.opened import OpenedModel, check_counts
 from kvjax.cli.tables import Row, name_column, number_column, print_table
 from kvjax.cli.templates import Dialogue
-from kvjax.cli.terminal import Display, print_dropped, print_line
+from kvjax.cli.terminal import Display, print_line
 from kvjax.evaluation.diagnosis.diagnosis import (
     BUDGETS,
     ERROR,
@@ -111,8 +111,6 @@ def run(args: argparse.Namespace) -> None:
     _show(Console(highlight=False), diagnosis, args.error)
     if out is not None:
         print(f"Files: {out}/{', '.join(pictures)}")
-    for finding in diagnosis.findings:
-        print_dropped(finding.name, finding.dropped)
     for method, reason in diagnosis.left_out.items():
         print_line(f"{method} was left out: {reason}", "dim")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from kvjax.cli.compare_table import print_report
-from kvjax.cli.terminal import Display, print_dropped
+from kvjax.cli.terminal import Display
 from kvjax.evaluation import read_results
 from kvjax.evaluation.cells.files import as_json
 from kvjax.files import check_folder
@@ -49,5 +49,3 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps(as_json(results)))
     else:
         print_report(Console(highlight=False), results, out)
-    for method, dropped in results.dropped().items():
-        print_dropped(method, dropped)

@@ -15,7 +15,7 @@ from rich.text import Text
 import kvjax
 
 _FIGURES = (
-    "ttft_s", "tpot_s", "compile_s", "cache_bytes", "full_cache_bytes", "memory_bytes", "dropped",
+    "ttft_s", "tpot_s", "compile_s", "cache_bytes", "full_cache_bytes", "memory_bytes",
 )  # fmt: skip
 
 
@@ -187,16 +187,6 @@ def print_figures(record: Mapping[str, Any], last: str = "") -> None:
         fetched = decimal(round(recall["fetched_bytes_per_step"]))
         parts += [f"{100 * recall['hit_rate']:.0f}% hits", f"{fetched} fetched per token"]
     print_line(" · ".join([*parts, last] if last else parts), "dim")
-
-
-def print_dropped(method: str, dropped: int) -> None:
-    """Prints a line on standard error if tokens were lost."""
-    if dropped:
-        print_line(
-            f"{method} lost {dropped:,} tokens that found no free slot, summed over layers and "
-            "heads: it keeps more than it promises",
-            "red",
-        )
 
 
 def print_line(line: str, style: str) -> None:

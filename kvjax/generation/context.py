@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.attention.layer import Cache, RestSizes, layer_caches
+from kvjax.attention.layer import Cache, RestSizes
 from kvjax.attention.occupancy import Occupancy, occupancy
 from kvjax.attention.parts import divided_among, placed
 from kvjax.attention.resting import LayerSizes, rest, rounded, sizes_at_rest, sizes_of, wake
@@ -134,11 +134,6 @@ class Context:
             packed = packed if cache.placement is None else 0
             cache = rest.eval_shape(cache, (RestSizes(slots, 0, 0, packed),))
         return nbytes(cache)
-
-    @property
-    def dropped(self) -> int:
-        """Tokens that found no free slot and were lost, summed over layers, rows and lists."""
-        return sum(int(part.kv.dropped.sum()) for part in layer_caches(self.held))
 
     def at_rest(self, *, donate: bool = False, compiler: Compiler | None = None) -> Context:
         """Returns the context without room, in memory of its own; one at rest is returned itself.

@@ -72,9 +72,6 @@ class Generation:
         `Offload` keeps there.
       recall: how often the rows that a step selected were already on the device, and how many had
         to be fetched from host memory; None where nothing is offloaded.
-      dropped: tokens that found no free slot and were lost, summed over layers, rows and lists of
-        slots (one per KV head, or per query head for methods that need that). 0 unless a method
-        keeps more than its `extent` promises.
       context: everything that was read and written, end tokens included, for a later call to go on
         from, with its room (see `Context.at_rest`); None unless `generate` was given one.
       ended_by: the end token that each row came to; None for a row that came to none.
@@ -90,7 +87,6 @@ class Generation:
     full_cache_bytes: int
     memory_bytes: dict[str, int]
     recall: RecallStatistics | None
-    dropped: int
     context: Context | None = None
     ended_by: list[int | None] = field(default_factory=list)
 
@@ -519,7 +515,6 @@ class Writing:
             full_cache_bytes=context.full_nbytes,
             memory_bytes=memory_bytes(loop.caches),
             recall=recall_statistics(loop.caches),
-            dropped=context.dropped,
             context=context if self._keeps_context else None,
             ended_by=ended_by,
         )

@@ -52,7 +52,7 @@ def test_the_tables_say_how_far_rounds_differ():
         "tokens_per_s": 1500.0, "compile_s": 2.5, "ttft_over_full": 1.0, "tpot_over_full": 1.0,
         "step_bytes": 10**6, "step_floor_s": 0.001, "ttft_floor_s": None, "cache_bytes": 10**6,
         "full_cache_bytes": 2 * 10**6, "resident_bytes": 3 * 10**6, "host_bytes": 0,
-        "peak_bytes": None, "dropped": 0, "ttft_rounds_s": [1.0, 1.5],
+        "peak_bytes": None, "ttft_rounds_s": [1.0, 1.5],
         "tpot_rounds_s": [0.006, 0.002],
     }  # fmt: skip
     record = {

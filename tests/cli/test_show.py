@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from kvjax.cli.compare_table import print_report
-from kvjax.cli.main import main
 from kvjax.evaluation import Results
 from tests.cli.commands import console, error, output
 from tests.support.comparisons import FAILED, LONG, REASON, comparison, draw_nothing, write_journal
@@ -56,14 +55,6 @@ def test_an_unfinished_comparison(folder, capsys):
     shown = output(capsys, "show", folder)
     assert "Missing: 2 rows" in shown
     assert not path.read_bytes().endswith(b"\n"), "the journal is left alone"
-
-
-def test_lost_tokens_are_told(folder, capsys, tmp_path):
-    candidates = [("full", None), ("h2o", 32)]
-    other = write_journal(comparison(["needle"], [256], candidates), tmp_path / "other")
-    assert main(["show", str(other), "--json"]) == 0
-    out, err = capsys.readouterr()
-    assert json.loads(out)["rows"] and err.startswith("h2o 32 lost 6 tokens")
 
 
 def test_folders_that_cannot_be_shown(folder, tmp_path, capsys):

@@ -159,7 +159,6 @@ def test_a_budget_of_one_is_the_full_cache(base):
         context = kvjax.read(model(), RAGGED, transform=transform, max_prompt=72, max_new=16)
         result = kvjax.generate(model(), question, context=context, max_new_tokens=8)
         answers.append((result.tokens, np.asarray(result.context.logits)))
-        assert result.context.dropped == 0
     assert answers[0][0] == answers[1][0]
     close(answers[0][1], answers[1][1])
 

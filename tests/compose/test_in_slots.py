@@ -88,7 +88,6 @@ def test_a_conversation_is_the_full_cache_s_until_its_slots_are_full(shared):
             result = generate(turn, context=context, max_new_tokens=8, end_tokens=())
             context = result.context
             found.append(result.tokens)
-        assert result.dropped == 0
         return found
 
     expected = answers(kvjax.Full())

@@ -114,7 +114,6 @@ def compare(method: str) -> dict:
         "same": one.tokens == many.tokens,
         "different": len({tuple(row) for row in one.tokens}) > 1,
         "bytes": [one.cache_bytes, many.cache_bytes],
-        "dropped": many.dropped,
         "moved": programs.moved(),
         "store": smallest_store(method),
         "seconds": round(time.perf_counter() - start, 1),

@@ -63,7 +63,6 @@ def check(found: dict, methods: tuple[str, ...]) -> None:
     assert tuple(found) == methods
     for method, own in found.items():
         assert own["same"] and own["different"], method
-        assert own["dropped"] == 0, method
         assert own["bytes"][0] == own["bytes"][1], method
         for program, moved in own["moved"].items():
             if program == "the prompt pass" and any(book in method for book in BOOKS):

@@ -109,7 +109,6 @@ def test_the_gate_is_saved_in_a_composition_and_found_by_its_path(names, tmp_pat
     assert loaded.transform == tx
     same_arrays(loaded, context)
     answer = kvjax.generate(model(), [[5, 9, 2]], context=loaded, max_new_tokens=3)
-    assert answer.dropped == 0
     length = len(RAGGED[0])
     for part in layer_caches(answer.context.caches):  # the question is no document, and stays whole
         kept = np.asarray(part.kv.position)

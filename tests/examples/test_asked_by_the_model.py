@@ -75,7 +75,6 @@ def test_turns_contexts_and_heads(asked, tmp_path):
         again = kvjax.generate(
             model("plain"), [[1, 2], None], context=answers.context, max_new_tokens=4
         )
-        assert (answers.dropped, again.dropped) == (0, 0)
         assert again.context.length.tolist() == [150 + 2 + 4 + 2 + 4, 150 + 5 + 4]
         kvjax.save_context(tmp_path / "context", document, model=model("plain"))
         loaded = kvjax.load_context(tmp_path / "context", model("plain"))

@@ -95,7 +95,7 @@ def record(cell: Cell) -> dict[str, Any]:
     return {
         "scores": scores, "depths": depths, "texts": ["7"] * CASES,
         "prompt_tokens": [cell.length] * CASES, "new_tokens": [4] * CASES,
-        "live_slots": kept * cell.length, "dropped": 3 if cell.budget == 32 else 0, **sizes,
+        "live_slots": kept * cell.length, **sizes,
     }  # fmt: skip
 
 

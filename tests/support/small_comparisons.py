@@ -38,7 +38,7 @@ def made_up(cell: Cell) -> dict:
         "scores": [float((number % 4) < round(4 * share)) for number in numbers],
         "depths": [float(number % 2) for number in numbers],
         "texts": [f" {number}" for number in numbers], "prompt_tokens": [cell.length] * count,
-        "new_tokens": [2] * count, "live_slots": 10.0, "dropped": 0, **sizes, "seconds": 0.125,
+        "new_tokens": [2] * count, "live_slots": 10.0, **sizes, "seconds": 0.125,
     }  # fmt: skip
 
 

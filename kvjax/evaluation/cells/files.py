@@ -26,7 +26,7 @@ _COLUMNS = (  # of `results.csv`
     "task", "length", "question", "method", "budget", "score", "low", "high", "cases",
     "difference", "difference_low", "difference_high", "prompt_tokens", "slots", "live_slots",
     "cache_bytes", "full_cache_bytes", "recall", "nothing", "recovery", "recovery_low",
-    "recovery_high", "dropped", "failed",
+    "recovery_high", "failed",
 )  # fmt: skip
 _MOST_JOURNAL_BYTES = 2**30
 

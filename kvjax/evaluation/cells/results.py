@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,7 +33,6 @@ class Row(NamedTuple):
         budget.
       live_slots: slots in use after the prompt, a mean over layers, rows and lists.
       cache_bytes, full_cache_bytes: mean bytes of a prompt's cache at rest, and of its full cache.
-      dropped: tokens that found no free slot.
       depths: estimate of the score at each depth.
       nothing: mean score without the document, for `squad`.
       recovery: share of the document's worth that is kept, for `squad`: `nothing` minus the score,
@@ -57,7 +55,6 @@ class Row(NamedTuple):
     live_slots: float | None = None
     cache_bytes: int | None = None
     full_cache_bytes: int | None = None
-    dropped: int = 0
     depths: Mapping[float, Estimate] | None = None
     nothing: float | None = None
     recovery: Estimate | None = None
@@ -153,14 +150,6 @@ class Results:
             return False
         return full[0].low < floor + _FLOOR_MARGIN
 
-    def dropped(self) -> dict[str, int]:
-        """Returns the lost tokens by method and budget, if there are any."""
-        dropped: Counter[str] = Counter()
-        for cell, record in self._current.items():
-            if lost := record.get("dropped", 0):
-                dropped[cell.candidate] += lost
-        return dict(dropped)
-
     def versions(self) -> dict[str, list[str]]:
         """Returns the methods and budgets that each version of kvjax has measured.
 
@@ -239,10 +228,7 @@ class Results:
                 if depth is not None:
                     depths.setdefault(depth, []).append(score)
         by_depth = {depth: Estimate.of(depths[depth]) for depth in sorted(depths)}
-        return row._replace(
-            live_slots=mean_of("live_slots"), depths=by_depth or None,
-            dropped=sum(r["dropped"] for r in records),
-        )  # fmt: skip
+        return row._replace(live_slots=mean_of("live_slots"), depths=by_depth or None)
 
 
 def _without_parts(cells: Mapping[Cell, Mapping[str, Any]]) -> dict[Cell, Mapping[str, Any]]:

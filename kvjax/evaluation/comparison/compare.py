@@ -334,7 +334,6 @@ class _Measure:
             return {
                 "scores": scores, "depths": [case.depth for case in cases], "texts": texts,
                 "new_tokens": [len(tokens) for tokens in result.tokens],
-                "dropped": result.dropped,
             }  # fmt: skip
 
         return measure

@@ -42,14 +42,12 @@ class Finding:
       fidelity: recall and error by layer, row and KV head.
       cache_bytes: bytes of the compressed prompts in the memory of the devices.
       full_cache_bytes: bytes of the full cache for as many tokens.
-      dropped: tokens that found no free slot.
     """
 
     candidate: Candidate
     fidelity: Fidelity
     cache_bytes: int
     full_cache_bytes: int
-    dropped: int
 
     name = property(lambda self: self.candidate.name)
     share = property(lambda self: self.cache_bytes / self.full_cache_bytes)
@@ -65,7 +63,6 @@ class Finding:
             "recall": _number(self.recall),
             "cache_bytes": self.cache_bytes,
             "full_cache_bytes": self.full_cache_bytes,
-            "dropped": self.dropped,
             "error_by_layer": [_number(x) for x in error.mean(1)],
             "error_by_head": [[_number(x) for x in heads] for heads in head_error.mean(1)],
             "recall_by_head": [[_number(x) for x in heads] for heads in recall.mean(1)],
@@ -220,7 +217,7 @@ def diagnose(
         context = run.context(transform)
         finding = Finding(
             candidate, judge(run, context), memory_bytes(context.held)["device"],
-            context.full_nbytes, context.dropped,
+            context.full_nbytes,
         )  # fmt: skip
         findings.append(finding)
     report(total, total, "done")

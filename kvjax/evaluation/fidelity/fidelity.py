@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attention.attend import attend
+from kvjax.attention.dropped import check_dropped
 from kvjax.attention.flush import flush_interval
 from kvjax.attention.layer import Cache
 from kvjax.checks import check_count
@@ -273,15 +274,19 @@ def judge(run: FullRun, context: Context, budget: int | None = None) -> Fidelity
       run: the run with the full cache.
       context: the run's prompts in the caches of the method.
       budget: as in `measure_fidelities`.
+
+    Raises:
+      RuntimeError: as `kvjax.check_dropped`.
     """
     # Layers are judged one by one but flushed together, as often as the most frequent one needs.
     interval = flush_interval(context.held)
     turns = run.turns or [None] * len(context.layers)
     layers = zip(context.layers, context.caches, turns, run.truth, strict=True)
-    figures = [
-        _judge_layer(layer, budget, interval, cache, turn, truth, run.start)
-        for layer, cache, turn, truth in layers
-    ]
+    figures = []
+    for layer, cache, turn, truth in layers:
+        cache, *of_layer = _judge_layer(layer, budget, interval, cache, turn, truth, run.start)
+        check_dropped(cache)
+        figures.append(of_layer)
     return Fidelity(*(np.stack(part) for part in zip(*figures, strict=True)))
 
 
@@ -294,8 +299,8 @@ def _judge_layer(
     turn: Turn | None,
     truth: Truth,
     start: Int[Array, " B"],
-) -> tuple[Float[Array, "B H"], Float[Array, " B"], Float[Array, "B H"]]:
-    """Feeds a layer's cache with the full run; returns recall, error and error by head."""
+) -> tuple[Cache, Float[Array, "B H"], Float[Array, " B"], Float[Array, "B H"]]:
+    """Feeds a layer's cache with the full run; returns it, recall, error and error by head."""
     if turn is not None:
         _, cache = attend(
             cache, turn.query, turn.key, turn.value, turn.position,
@@ -306,8 +311,8 @@ def _judge_layer(
         cache, figures = _judge_step(layer, cache, truth, position, budget)
         return position + 1, cache, figures
 
-    _, _, figures = scan_steps(step, start, cache, truth, interval)
-    return tuple(x.mean(0) for x in figures)
+    _, cache, figures = scan_steps(step, start, cache, truth, interval)
+    return cache, *(x.mean(0) for x in figures)
 
 
 def _judge_step(layer: KVTransform, cache: Cache, truth: Truth, position, budget: int | None):

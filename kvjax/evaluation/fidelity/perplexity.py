@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.attention.dropped import check_dropped
 from kvjax.attention.flush import flush_interval
 from kvjax.attention.layer import Cache
 from kvjax.checks import check_count
@@ -187,6 +188,7 @@ def _losses(
     A second array says of each token whether it is the most likely one.
 
     Raises:
+      RuntimeError: as `kvjax.check_dropped`.
       ValueError: written tokens of the context wait for a flush.
     """
     if flush_interval(context.held) is not None and int(context.waiting):
@@ -196,7 +198,8 @@ def _losses(
         )
     inputs = jnp.asarray(tokens, jnp.int32), jnp.asarray(count, jnp.int32)
     state = context.caches, *inputs, context.length, context.logits
-    nats, likely = _nll(context.layers, model, *state)
+    caches, nats, likely = _nll(context.layers, model, *state)
+    check_dropped(caches)
     return np.asarray(nats), np.asarray(likely)
 
 
@@ -224,7 +227,7 @@ def _nll(
     count: Int[Array, " B"],
     length: Int[Array, " B"],
     logits: Float[Array, "B V"],
-) -> tuple[Float[Array, "B M"], Bool[Array, "B M"]]:
+) -> tuple[tuple[Cache, ...], Float[Array, "B M"], Bool[Array, "B M"]]:
     def step(logits, caches, inputs):
         token, position = inputs
         losses = _token_losses(logits, token)
@@ -233,10 +236,10 @@ def _nll(
     # The last token is predicted and not fed: nothing comes after it. Padding is not fed either.
     place = jnp.arange(tokens.shape[1] - 1)[:, None]
     positions = jnp.where(place < count[None] - 1, length[None] + place, -1)
-    logits, _, losses = scan_steps(step, logits, caches, (tokens[:, :-1].T, positions))
+    logits, caches, losses = scan_steps(step, logits, caches, (tokens[:, :-1].T, positions))
     last = _token_losses(logits, tokens[:, -1])
     nats, likely = (jnp.concatenate((x, y[None])).T for x, y in zip(losses, last, strict=True))
-    return nats, likely
+    return caches, nats, likely
 
 
 def _token_losses(

@@ -36,7 +36,7 @@ def write_report(results: Results, folder: Path) -> None:
       >>> from pathlib import Path
       >>> from kvjax.evaluation import Cell, Results
       >>> from kvjax.evaluation.report.report import write_report
-      >>> record = {"scores": [1.0, 0.0], "depths": [0.0, 1.0], "live_slots": 64.0, "dropped": 0,
+      >>> record = {"scores": [1.0, 0.0], "depths": [0.0, 1.0], "live_slots": 64.0,
       ...           "cache_bytes": 1000, "full_cache_bytes": 1000, "seconds": 0.1}
       >>> asked = {"methods": [["full", None]], "lengths": [64], "questions": ["inside"],
       ...          "cases": 2, "tasks": {"needle": {"metric": "accuracy", "floor": 0.0}}}
@@ -63,10 +63,6 @@ def page(results: Results, pictures: Mapping[str, bytes]) -> str:
     )  # fmt: skip
     # Settings that are absent or None are left out below.
     settings = {label: results.settings.get(name) for name, label in _SHOWN.items()}
-    lost = [
-        f"{method} lost {count:,} tokens that found no free slot."
-        for method, count in results.dropped().items()
-    ]
     return environment.get_template(f"{REPORT}.jinja").render(
         model=results.settings.get("model") or "bundled",
         settings={
@@ -74,7 +70,7 @@ def page(results: Results, pictures: Mapping[str, bytes]) -> str:
             for name, value in settings.items()
             if value is not None
         },
-        notes=tables.notes(results) + lost,
+        notes=tables.notes(results),
         tables=tables.tables(results),
         pictures={name: base64.b64encode(png).decode() for name, png in pictures.items()},
         failures=results.failures(),

@@ -59,7 +59,6 @@ class Speed:
       peak_bytes: the weights, and the most further memory that the process needed while it read and
         wrote, in the round that needed least; None unless the device is a CPU and the system is
         Linux.
-      dropped: as in `kvjax.Generation`.
       ttft_rounds_s, tpot_rounds_s: times of every round.
     """
 
@@ -79,7 +78,6 @@ class Speed:
     resident_bytes: int
     host_bytes: int
     peak_bytes: int | None
-    dropped: int
     ttft_rounds_s: tuple[float, ...]
     tpot_rounds_s: tuple[float, ...]
 
@@ -258,7 +256,6 @@ def _speed(
         resident_bytes=planned.held(batch),
         host_bytes=round(planned.caches(batch).host),
         peak_bytes=planned.weights + min(growths) if growths else None,
-        dropped=result.dropped,
         ttft_rounds_s=ttfts,
         tpot_rounds_s=tpots,
     )

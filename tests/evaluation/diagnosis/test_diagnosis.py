@@ -26,7 +26,7 @@ from tests.support.tolerances import close
 def finding(method: str, budget, error: float, cache_bytes: int) -> Finding:
     recall = np.full((LAYERS, 1, KV_HEADS), 0.5, np.float32)
     fidelity = Fidelity(recall, np.full((LAYERS, 1), error, np.float32), 0 * recall + error)
-    return Finding(Candidate.of(method, budget), fidelity, cache_bytes, 1000, 0)
+    return Finding(Candidate.of(method, budget), fidelity, cache_bytes, 1000)
 
 
 def of(*findings: Finding) -> Diagnosis:
@@ -109,7 +109,6 @@ def test_fidelity_and_bytes(where):
             max_prompt=longest + (5 if where == "after" else 0),
         )  # fmt: skip
         assert (one.cache_bytes, one.full_cache_bytes) == (context.nbytes, context.full_nbytes)
-        assert one.dropped == 0
     assert found.findings[0].error == pytest.approx(0, abs=1e-5)
 
 

@@ -15,6 +15,7 @@ import pytest
 import kvjax
 import kvjax.models
 from kvjax.evaluation import attention_error, measure_fidelities, recall_rate
+from tests.generation.test_generate import KeepsTooMuch
 from tests.references import recall as reference
 from tests.references.attention import softmax_attention
 from tests.references.h2o import H2O
@@ -393,3 +394,8 @@ def test_measuring_refuses(change, error, message):
     with pytest.raises(error, match=message):
         measure_fidelities(**{**given, **change})
     assert not TRACES  # nothing was computed
+
+
+def test_lost_tokens_are_an_error():
+    with pytest.raises(RuntimeError, match="keeps more than its `extent` promises"):
+        measure_fidelities(tiny_model(), [KeepsTooMuch(10)], [[1] * 10], new_tokens=20)

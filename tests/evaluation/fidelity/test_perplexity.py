@@ -14,6 +14,7 @@ import kvjax
 from kvjax.evaluation import answer_nll, context_nll
 from kvjax.evaluation.fidelity import perplexity
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+from tests.generation.test_generate import KeepsTooMuch
 from tests.support.hf_models import Stepper
 from tests.support.marks import some_slow
 from tests.support.tolerances import close
@@ -170,6 +171,11 @@ def test_answers_to_questions_equal_one_uncompressed_pass():
         close(losses, expected)
     inside = kvjax.read(model(), [[*TOKENS[0, :20], *row] for row in QUESTIONS], max_new=8)
     close(answer_nll(model(), inside, ANSWERS), expected)
+
+
+def test_lost_tokens_are_an_error():
+    with pytest.raises(RuntimeError, match="keeps more than its `extent` promises"):
+        compressed_nll(KeepsTooMuch(10), 10)
 
 
 def test_questions_and_answers_go_through_the_cache_as_in_generate():

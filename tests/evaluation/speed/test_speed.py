@@ -114,7 +114,7 @@ def test_figures_of_a_row_fit_together(report):
         flops = prompt_flops(abstract_decoder(CONFIG), PROMPT)
         assert row.ttft_floor_s == pytest.approx(row.batch * flops / found.machine.products)
         assert row.resident_bytes == found.weight_bytes + row.cache_bytes - row.host_bytes
-        assert row.full_cache_bytes == full[row.batch].cache_bytes and row.dropped == 0
+        assert row.full_cache_bytes == full[row.batch].cache_bytes
         assert row.peak_bytes is None or row.peak_bytes >= found.weight_bytes
         assert row.compile_s > 0
     one, two = full[1], full[2]
