@@ -4,6 +4,7 @@
 #     bash tests/on_versions.sh                                      # all pairs
 #     PYTHONS=3.13 JAX="0.12.0.1" bash tests/on_versions.sh tests/cache   # some pairs, some tests
 #
+# JAX=newest takes the newest release, and JAX=nightly what is newest at NIGHTLY=..., an index of packages.
 # A Python is taken from pyenv, or from the path as python3.13. Environments and what the tests print are in
 # build/versions, or in FOLDER=...
 # PyTorch, several gigabytes in each of them, is left out: tests that compare with it are skipped.
@@ -32,7 +33,12 @@ for version in ${PYTHONS:-3.11 3.12 3.13}; do
     fi
     [ -d "$folder/$name" ] || "$python" -m venv "$folder/$name"
     {
-      "$folder/$name/bin/pip" install -q "jax==$jax" -e '.[eval,gguf]' build hypothesis optax pytest pytest-xdist &&
+      case $jax in
+        newest) wanted=(jax) ;;
+        nightly) wanted=(--pre --extra-index-url "${NIGHTLY:?}" jax jaxlib) ;;
+        *) wanted=("jax==$jax") ;;
+      esac
+      "$folder/$name/bin/pip" install -q "${wanted[@]}" -e '.[eval,gguf]' build hypothesis optax pytest pytest-xdist &&
         JAX_COMPILATION_CACHE_DIR=$folder/compiled-$jax "$folder/$name/bin/python" -m pytest -q "$@"
     } >"$folder/$name.log" 2>&1 || failed=1
     echo "$name: $(tail -n 1 "$folder/$name.log")"
