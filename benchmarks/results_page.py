@@ -46,7 +46,8 @@ PAGES = (
 LISTS = (HOME / "CITATION.cff", HOME / "kvjax" / "__init__.pyi")
 CHOSEN = (
     "full", "streaming_llm", "h2o", "snapkv", "chelsea", "kvmerger", "kvcrush(snapkv)", "spindlekv",
-    "clusterkv", "quest", "infinigen", "quantize", "chain(quantize, clusterkv)",
+    "clusterkv", "quest", "quest(spread=None)", "infinigen", "quantize",
+    "chain(quantize, clusterkv)",
 )  # fmt: skip
 """The methods of README.md; docs/results has all of them."""
 
@@ -75,7 +76,7 @@ FOUND = {
 
 FIRST = {
     "full": ("full", None),
-    **{name: (name, 0.2) for name in ("snapkv", "clusterkv", "quest")},
+    **{name: (name, 0.2) for name in ("snapkv", "clusterkv", "quest(spread=None)")},
     "quantize": ("quantize", None),
     "chain(quantize, clusterkv)": ("chain(quantize, clusterkv)", 0.2),
     "by_head(kvzip(room=64))": (
