@@ -41,7 +41,7 @@ METHODS = {
     "clusterkv, per query head": (
         "ClusterKV(RECALLED, interval=STEPS, dense_layers=(), per_query_head=True)"
     ),
-    "quest": "Quest(RECALLED, dense_layers=())",
+    "quest": "Quest(RECALLED, dense_layers=(), spread=1.0)",
     "cam, h2o": "CaM(H2O(KEPT), merge_tokens=16)",
     "kvcrush, h2o": "KVCrush(H2O(KEPT))",
     "kvcrush, snapkv": "KVCrush(SnapKV(KEPT))",

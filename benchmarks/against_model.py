@@ -38,7 +38,7 @@ METHODS = {
     "h2o": "H2O(0.2)",
     "pyramidkv": "PyramidKV(0.2)",
     "clusterkv": "ClusterKV(1024)",
-    "quest": "Quest(1024)",
+    "quest": "Quest(1024, spread=1.0)",
     "spindlekv": "SpindleKV(0.5)",
     "quantize": "Quantize(8)",
     "by_head(kvzip)": "ByHead(KVzip(0.2, room=64))",

@@ -31,8 +31,8 @@ from kvjax.evaluation.cells.grid import ALL_METHODS
 from kvjax.files import write_whole
 
 METHODS = (
-    *ALL_METHODS, "quantize", "quantize(bits=4)", "chain(quantize, clusterkv)",
-    "chain(quantize(bits=4), clusterkv)",
+    *ALL_METHODS, "quest(spread=None)", "quantize", "quantize(bits=4)",
+    "chain(quantize, clusterkv)", "chain(quantize(bits=4), clusterkv)",
 )  # fmt: skip
 SIX = ("streaming_llm", "h2o", "snapkv", "kvmerger", "clusterkv", "quest")
 BUDGETS = "0.1,0.2,0.5"

@@ -46,7 +46,8 @@ PAGES = (
 LISTS = (HOME / "CITATION.cff", HOME / "kvjax" / "__init__.pyi")
 CHOSEN = (
     "full", "streaming_llm", "h2o", "snapkv", "chelsea", "kvmerger", "kvcrush(snapkv)", "spindlekv",
-    "clusterkv", "quest", "infinigen", "quantize", "chain(quantize, clusterkv)",
+    "clusterkv", "quest", "quest(spread=None)", "infinigen", "quantize",
+    "chain(quantize, clusterkv)",
 )  # fmt: skip
 """The methods of README.md; docs/results has all of them."""
 
@@ -75,7 +76,7 @@ FOUND = {
 
 FIRST = {
     "full": ("full", None),
-    **{name: (name, 0.2) for name in ("snapkv", "clusterkv", "quest")},
+    **{name: (name, 0.2) for name in ("snapkv", "clusterkv", "quest(spread=None)")},
     "quantize": ("quantize", None),
     "chain(quantize, clusterkv)": ("chain(quantize, clusterkv)", 0.2),
     "by_head(kvzip(room=64))": (
@@ -85,10 +86,10 @@ FIRST = {
 """The methods of the table that README.md begins with, and their rows of the results."""
 
 PAGE_RECALL = "page_recall_smollm2", "page_recall_qwen"
+RECALL_ANSWERS = "recall_answers_smollm2", "recall_answers_qwen"
 KEPT_ANSWERS = (
     "kept_answers_smollm2", "kept_answers_qwen", "kept_parts_smollm2", "kept_parts_qwen",
-    "kept_needles_qwen", "kept_bits_smollm2", "kept_bits_qwen", "recall_answers_smollm2",
-    "recall_answers_qwen",
+    "kept_needles_qwen", "kept_bits_smollm2", "kept_bits_qwen",
 )  # fmt: skip
 
 TABLE = re.compile(r"(?s)(<!-- table: (\w+)(?: where ([^\n]+))? -->)\n.*?<!-- end -->")
@@ -452,6 +453,26 @@ def kept_answers(rows: Sequence[dict[str, Any]]) -> str:
     return markdown(headings, map(line, by_bytes))
 
 
+def recall_answers(rows: Sequence[dict[str, Any]]) -> str:
+    """Recovered prose and needles of selections by what a step reads, by `kept_answers.py`."""
+    budget = re.compile(r"budget=([\d.]+)(?:, )?")
+    by_method: dict[str, dict[str, str]] = {}
+    for row in rows:
+        share = budget.search(row["method"])
+        prose, found = row["recovery"], row["several"]["mean"]
+        cell = (
+            f"{prose['mean']:.0f} ({prose['low']:.0f} to {prose['high']:.0f}) / {100 * found:.0f}"
+        )
+        name = budget.sub("", row["method"]).replace("()", "")
+        by_method.setdefault(name, {})[share[1] if share else "1.0"] = cell
+    shares = sorted({share for cells in by_method.values() for share in cells}, key=float)
+    lines = [
+        [f"`{name}`", *(cells.get(share, "") for share in shares)]
+        for name, cells in by_method.items()
+    ]
+    return markdown(["method", *(f"{100 * float(share):g} % read" for share in shares)], lines)
+
+
 def beside_hf(result: dict[str, Any]) -> str:
     """Methods beside the own model of lm-evaluation-harness, by `lm_eval_beside_hf.py`."""
     kinds = "loglikelihood", "loglikelihood_rolling", "generate_until"
@@ -684,6 +705,7 @@ def tables(folders: dict[str, Results]) -> tuple[list[Results], dict[str, str]]:
         "foreign_models": foreign_models(read("foreign_models")["rows"]),
         "at_rest_smollm2": at_rest(read("at_rest_smollm2")["rows"]),
         **{name: kept_answers(read(name)["rows"]) for name in KEPT_ANSWERS},
+        **{name: recall_answers(read(name)["rows"]) for name in RECALL_ANSWERS},
         **{name: page_recall(read(name)) for name in PAGE_RECALL},
         **{f"errors_{name}": page_errors(read(name)) for name in PAGE_RECALL},
         "gpu_loops": gpu_loops(read("gpu_loops_before")["rows"], read("gpu_loops")["rows"]),

@@ -21,8 +21,9 @@ FOLDER = Path(__file__).resolve().parent / "results" / "smollm2" / "needles"
 TASK, LENGTH = "niah_single_2", 2048
 # Okabe and Ito's colours, and a marker each, so that prints in grey can be read too.
 LINES = {
-    "clusterkv": ("#0072B2", "o"), "quest": ("#56B4E9", "v"), "kvmerger": ("#CC79A7", "P"),
-    "snapkv": ("#D55E00", "s"), "h2o": ("#E69F00", "D"), "streaming_llm": ("#009E73", "^"),
+    "clusterkv": ("#0072B2", "o"), "quest(spread=None)": ("#56B4E9", "v"),
+    "kvmerger": ("#CC79A7", "P"), "snapkv": ("#D55E00", "s"), "h2o": ("#E69F00", "D"),
+    "streaming_llm": ("#009E73", "^"),
 }  # fmt: skip
 NAMES = {"inside": "question part of the prompt", "after": "question asked afterwards"}
 

@@ -23,7 +23,7 @@ import kvjax
 from kvjax.models import from_pretrained, load_tokenizer
 
 METHODS = (
-    "full", "quest(budget=0.1)", "quest(budget=0.1, spread=1.0)",
+    "full", "quest(budget=0.1, spread=None)", "quest(budget=0.1, spread=1.0)",
     "quest(budget=0.1, spread=1.0, estimate=True)", "clusterkv(budget=0.1)",
     "clusterkv(budget=0.1, estimate=True)",
 )  # fmt: skip

@@ -74,16 +74,15 @@ class Quest(Recall):
     """Keeps everything, and attends to the pages whose keys may score highest.
 
     Tokens are stored in pages of `page` tokens, in the order of their positions. For each page P
-    the index holds two bounds of each channel of its keys. By them the page scores
+    the index holds two bounds of each channel of its keys, `low = mean − spread · deviation` and
+    `high = mean + spread · deviation`. By them the page scores
 
-        u_P = Σ_c max(q_c · low_c, q_c · high_c)
+        u_P = Σ_c max(q_c · low_c, q_c · high_c) = q · mean + spread · Σ_c |q_c| deviation_c
 
-    With `spread=None` they are the least and the greatest value, as in the paper, so that no token
-    of the page has a higher `q · k` than u. A page whose keys lie in opposite corners looks good
-    then, though none of them does. Otherwise they are `low = mean − spread · deviation` and
-    `high = mean + spread · deviation` of the page's keys, so that u is
-    `q · mean + spread · Σ_c |q_c| deviation_c`: what an average key scores, and more where keys
-    differ.
+    This is what an average key of the page scores, and more where its keys differ. With
+    `spread=None` the bounds are the least and the greatest value, as in the paper, so that no token
+    of the page has a higher `q · k` than u. But a page then scores as its best key would if the
+    extremes of all channels met in that key, which they hardly do.
 
     A decode step attends to `budget / page` pages: the first one, the newest one, and those with
     the highest u (ties go to the lower page). They are listed in ascending order. The new token's
@@ -110,9 +109,10 @@ class Quest(Recall):
         model of two layers.
       first_page: always take the first page, which holds the attention sinks. False is the paper's
         form, where u decides about the first page too.
-      spread: how many deviations bounds are from the mean. None: the paper's bounds. With 1,
-        queries that look up a needle find more of it among a tenth of the pages, in two models
-        (RESULTS.md, "Pages by means").
+      spread: how many deviations bounds are from the mean. None: the paper's bounds. With 1, steps
+        that read a tenth keep more of what two models know about prose than with the paper's
+        bounds, and find as many needles or more, by an index of the same size (RESULTS.md, "Pages
+        by means").
       estimate: let means stand for the pages that are not attended to.
 
     Raises:
@@ -131,12 +131,13 @@ class Quest(Recall):
       arXiv 2505.02922, for `estimate`.
 
     Deviations from the paper:
-      The default is one choice per KV head; `per_query_head=True` is the paper's. The paper has no
-      `spread` and no `estimate`. The first page is always taken, unless `first_page=False`, since a
-      page's bounds say little about the keys of sinks. The newest page is always taken too, however
-      full it is. Behind a method that evicts or merges at the prompt's end, pages consist of the
-      tokens that remain. On a further turn everything live is paged anew, in rows that have tokens
-      in it.
+      By default bounds are one deviation from the mean of a page's keys; `spread=None` is the
+      paper's, the least and the greatest value. The default is one choice per KV head;
+      `per_query_head=True` is the paper's. The paper has no `estimate`. The first page is always
+      taken, unless `first_page=False`, since a page's bounds say little about the keys of sinks.
+      The newest page is always taken too, however full it is. Behind a method that evicts or merges
+      at the prompt's end, pages consist of the tokens that remain. On a further turn everything
+      live is paged anew, in rows that have tokens in it.
     """
 
     budget: Budget
@@ -144,7 +145,7 @@ class Quest(Recall):
     per_query_head: bool = False
     dense_layers: tuple[int, ...] = (0, 1)
     first_page: bool = True
-    spread: float | None = None
+    spread: float | None = 1.0
     estimate: bool = False
 
     card = Card(

@@ -1,4 +1,4 @@
-"""Upper bounds of `q·k` for the keys of each page."""
+"""Scores of pages for a query, by two bounds of each channel of their keys."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def page_scores(
     *,
     implementation: str | None = None,
 ) -> Float[Array, "B H G P"]:
-    """Returns `Σ_c max(q_c low_c, q_c high_c)` in float32: an upper bound of each page's `q·k`.
+    """Returns `Σ_c max(q_c low_c, q_c high_c)` in float32.
 
-    Products are computed in the dtype of `low`. The kernel reads the stored bounds once.
+    It is an upper bound of a page's `q·k` if no key is outside the bounds. Products are computed in
+    the dtype of `low`. The kernel reads the stored bounds once.
 
     Args:
       q: queries, grouped under their KV head.
-      low, high: the least and the greatest value of each channel among the keys of a page; finite,
-        even where there is no page.
+      low, high: bounds of each channel of a page's keys; finite, even where there is no page.
       implementation: `"pallas"` (the kernel), `"interpret"` (the kernel, interpreted on any
         device), `"xla"`, or None: the kernel on a GPU that can run it, XLA elsewhere.
 

@@ -53,9 +53,9 @@ class Quest(Recalling):
     the last one.  A KV head goes by the maximum of the page's scores over its group.  With a
     sliding window, pages all of whose tokens lie outside it are no candidates.
 
-    With spread=None the bounds of a page are its smallest and largest keys; otherwise they are
-    `spread` standard deviations below and above the mean, by channel.  With estimate=True virtual
-    tokens stand for the pages that are not taken.
+    The bounds of a page are `spread` standard deviations below and above the mean of its keys, by
+    channel; with spread=None they are its smallest and largest keys, as in the paper.  With
+    estimate=True virtual tokens stand for the pages that are not taken.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Quest(Recalling):
         page: int = 16,
         per_query_head: bool = False,
         first_page: bool = True,
-        spread: float | None = None,
+        spread: float | None = 1.0,
         estimate: bool = False,
         **options: float | None,
     ) -> None:

@@ -106,7 +106,7 @@ def compositions(budget: int) -> dict:
         "clusterkv_per_query_head": chain(
             clusterkv(budget, per_query_head=True, estimate=True), kvjax.Offload(recent_steps=2)
         ),
-        "quest_by_means": quest(budget, spread=1.0, estimate=True),
+        "quest_by_bounds": quest(budget, spread=None, estimate=True),
         "quest_offload": chain(quest(budget), kvjax.Offload(interval=3)),
         "snapkv_clusterkv": chain(snapkv(budget + 4), clusterkv(budget)),
         **quantised(budget),
@@ -204,7 +204,7 @@ SLOW = {
     "cam", "cam_prompt", "chain", "clusterkv_offload", "clusterkv_per_query_head", "every",
     "every_kvcrush", "every_kvmerger", "float_h2o", "head_groups", "infinigen", "kvcrush",
     "kvcrush_h2o", "h2o_codebook", "layer_budget", "outlier_heads", "per_layer",
-    "pyramidinfer_paper", "pyramidkv", "quest", "quest_by_means", "quest_offload", "reposition",
+    "pyramidinfer_paper", "pyramidkv", "quest", "quest_by_bounds", "quest_offload", "reposition",
     "ring", "ring_quantize", "snapkv_clusterkv", "spindlekv", "spindlekv_unfold", "when_full",
     *set(quantised(BUDGET)) - {"quantize"},
 }  # fmt: skip

@@ -44,7 +44,7 @@ class QuestPair(RecallingPair):
 
 
 def pair(
-    budget=12, page=4, per_query_head=False, *, first_page=True, spread=None, estimate=False,
+    budget=12, page=4, per_query_head=False, *, first_page=True, spread=1.0, estimate=False,
     **options
 ) -> QuestPair:  # fmt: skip
     tx = Quest(budget, page, per_query_head, (), first_page, spread, estimate)
@@ -65,20 +65,20 @@ CASES = {
     "small pages, per query head": {"budget": 20, "per_query_head": True, "heads": (1, 4)},
     "odd pages": {"budget": 35, "page": 7, "heads": (3, 2)},
     "share": {"budget": 0.4, "page": 8},
-    "means": {"budget": 48, "page": 16, "spread": 1.0},
+    "bounds": {"budget": 48, "page": 16, "spread": None},
     "far from the mean": {"budget": 0.4, "page": 8, "spread": 2.5, "per_query_head": True},
-    "means in a window": {
-        "budget": 32, "page": 8, "scale": 0.5, "window": 40, "soft_cap": 3.0, "spread": 1.0
+    "bounds in a window": {
+        "budget": 32, "page": 8, "scale": 0.5, "window": 40, "soft_cap": 3.0, "spread": None
     },
     "estimate": {"budget": 16, "page": 4, "estimate": True},
-    "estimate by means, per query head": {
-        "budget": 0.3, "page": 8, "spread": 1.0, "estimate": True, "per_query_head": True
+    "estimate by bounds, per query head": {
+        "budget": 0.3, "page": 8, "spread": None, "estimate": True, "per_query_head": True
     },
     "estimate in a window": {
         "budget": 24, "page": 8, "scale": 0.5, "window": 50, "soft_cap": 3.0, "estimate": True
     },
     "estimate behind SnapKV": {"before": BEFORE, "estimate": True},
-    "estimate behind KVMerger": {"before": kvjax.KVMerger(0.5), "estimate": True, "spread": 1.0},
+    "estimate behind KVMerger": {"before": kvjax.KVMerger(0.5), "estimate": True},
     "tiny share": {"budget": 0.01, "page": 5},
     "single tokens": {"budget": 9, "page": 1},
     # Pages outside the window are not taken; of one that is, the window hides some tokens.
@@ -140,16 +140,22 @@ def test_offloaded(per_query_head):
     assert kinds["pinned_host"] == 2 * both.cache.kv.k.store.nbytes
 
 
-def test_bounds_are_in_the_dtype_of_the_keys():
-    transform = Quest(48, dense_layers=())
+@pytest.mark.parametrize("spread", [None, 1.0])
+def test_bounds_are_in_the_dtype_of_the_keys(spread):
+    transform = Quest(48, dense_layers=(), spread=spread)
     tokens = Tokens.random(length=128)
     after = run(transform, tokens, right([0] * 3, (9, 30, 32), 32), 3, dtype=jnp.bfloat16)
     state = after.caches[-1].state
     low, high = (np.asarray(x, np.float32) for x in (state.low, state.high))
     assert state.low.dtype == jnp.bfloat16
     keys = np.asarray(after.caches[-1].kv.k.read(), np.float32)[2]
-    np.testing.assert_array_equal(low[2, :, 1], keys[:, 16:32].min(1))
-    np.testing.assert_array_equal(high[2, :, 2], keys[:, 32:35].max(1))
+    if spread is None:
+        np.testing.assert_array_equal(low[2, :, 1], keys[:, 16:32].min(1))
+        np.testing.assert_array_equal(high[2, :, 2], keys[:, 32:35].max(1))
+    else:
+        old, new = keys[:, 16:32], keys[:, 32:35]
+        close(low[2, :, 1], old.mean(1) - old.std(1), "bfloat16")
+        close(high[2, :, 2], new.mean(1) + new.std(1), "bfloat16")
 
 
 def test_dense_layers():
