@@ -162,7 +162,8 @@ class Grid:
         `attention`. Every candidate sees the same cases.
       seed: seed of the cases.
       chat: whether prompts of published tasks are messages in the model's chat template; None
-        follows each benchmark. Prompts of `kvjax.evaluation.tasks.OWN_TASKS` never are.
+        follows each benchmark. Prompts of `kvjax.evaluation.tasks.OWN_TASKS` and `statement` never
+        are.
       max_new: maximum new tokens of an answer; None: the number of each task.
     """
 

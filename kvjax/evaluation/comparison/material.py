@@ -18,6 +18,7 @@ from kvjax.evaluation.tasks import (
     RULER_QA,
     RULER_TASKS,
     SQUAD,
+    STATEMENT,
     Frame,
     Haystack,
     Task,
@@ -72,7 +73,7 @@ class Material:
         """Makes a task's cases at one length; the grid's seed determines them."""
         grid = self.grid
         size = {"length": length, "cases": grid.cases}
-        if name in OWN_TASKS:
+        if name in (*OWN_TASKS, STATEMENT):
             return retrieval(name, self._haystack, depths=grid.depths, seed=grid.seed, **size)
         if name in (*RULER_TASKS, RULER_QA, SQUAD):
             frame = Frame.of(self.tokenizer, chat=bool(grid.chat))

@@ -1,12 +1,12 @@
 """Tasks that show what compression does to a model's answers: kvjax's own and published ones."""
 
 from .datasets import DATASETS, dataset
-from .retrieval import OWN_TASKS, Haystack, is_right, retrieval
+from .retrieval import OWN_TASKS, STATEMENT, Haystack, is_right, retrieval
 from .ruler.ruler import RULER_QA, RULER_TASKS, ruler
 from .squad import SQUAD, squad
 from .task import NATS, Case, Frame, Task
 
-ANSWERS = (*OWN_TASKS, *RULER_TASKS, RULER_QA, *DATASETS, SQUAD)
+ANSWERS = (*OWN_TASKS, STATEMENT, *RULER_TASKS, RULER_QA, *DATASETS, SQUAD)
 """Names of the tasks that ask questions."""
 
 MEASURES = ("perplexity", "attention")
@@ -22,6 +22,7 @@ __all__ = [
     "RULER_QA",
     "RULER_TASKS",
     "SQUAD",
+    "STATEMENT",
     "Case",
     "Frame",
     "Haystack",

@@ -25,6 +25,16 @@ OWN_TASKS = ("needle", "multi_needle", "key_value", "chain")
 - `chain`: a key has the code of another key, and a second sentence tells that code.
 """
 
+STATEMENT = "statement"
+"""Name of Kamradt's needle in a haystack: a sentence of words is hidden, and asked for."""
+
+# The sentence and the question are data of LLMTest_NeedleInAHaystack (MIT licence). The end of the
+# sentence is what an answer must say.
+_ADVICE = Wording(
+    "The best thing to do in San Francisco is", "What is the best thing to do in San Francisco?"
+)
+_ADVISED = "eat a sandwich and sit in Dolores Park on a sunny day"
+
 _LINE = Wording("{key}:", "Which value has the {key}?")
 _LINK = " The code of the {key} is the code of the {other}."
 
@@ -105,7 +115,7 @@ class Haystack:
         """Makes a case; equal arguments give equal cases.
 
         Args:
-          task: a name in `OWN_TASKS`.
+          task: a name in `OWN_TASKS`, or `STATEMENT`.
           length: tokens of the prompt, question included.
           depth: share of the filler before the text that is asked for, 0 to 1.
           seed: number of the case, from 0.
@@ -114,7 +124,8 @@ class Haystack:
           wording: wording of needles and questions; lists and links have a wording of their own.
 
         Returns:
-          A case with one answer, the digits that must be the first number of the continuation.
+          A case with one answer, the digits that must be the first number of the continuation;
+          in `STATEMENT`, the end of the sentence.
           `details["position"]` is the index in the prompt of the first token of the text that is
           asked for.
 
@@ -122,7 +133,7 @@ class Haystack:
           ValueError: the task is unknown, the depth is outside 0 to 1, the length is too small for
             the hidden texts, or the filler is too short for the length.
         """
-        check_choice("task", task, OWN_TASKS)
+        check_choice("task", task, (*OWN_TASKS, STATEMENT))
         if not 0 <= depth <= 1:
             raise ValueError(f"depth must lie between 0 and 1, got {depth}")
         check_count("length", length, 1)
@@ -186,7 +197,7 @@ def retrieval(
     cases: int,
     seed: int,
 ) -> Task:
-    """Makes one of `OWN_TASKS`; its cases cycle through the depths.
+    """Makes one of `OWN_TASKS`, or `STATEMENT`; its cases cycle through the depths.
 
     A case depends on its number and the seed, not on the number of cases.
     """
@@ -195,12 +206,22 @@ def retrieval(
         case_seed = int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
         depth = depths[number % len(depths)]
         task_cases.append(haystack.case(name, length=length, depth=depth, seed=case_seed))
-    # The floor stays 0: nobody guesses a number of six digits by chance.
+    if name == STATEMENT:
+        return Task(name, tuple(task_cases), _words_found, "words found")
+    # Floors stay 0: nobody guesses a number of six digits by chance, or says such words.
     return Task(name, tuple(task_cases), _right, "accuracy")
 
 
 def _right(text: str, case: Case) -> float:
     return float(is_right(text, case.answers[0]))
+
+
+def _words_found(text: str, case: Case) -> float:
+    """Returns the share of the answer's words of four letters and more that a text has."""
+    answered, said = (
+        set(re.findall(r"\w{4,}", words.lower())) for words in (case.answers[0], text)
+    )
+    return len(answered & said) / len(answered)
 
 
 def is_right(text: str, answer: str) -> bool:
@@ -219,6 +240,9 @@ def _pieces(
     rng: np.random.Generator, task: str, depth: float, needles: int, wording: Wording
 ) -> _Pieces:
     """Draws the hidden texts and the question of a case."""
+    if task == STATEMENT:
+        inserts, question = [(depth, _ADVICE.needle("", _ADVISED))], _ADVICE.ask("")
+        return _Pieces(inserts, question, f" {_ADVISED}.", _ADVISED)
     count = {"needle": 1, "multi_needle": needles, "key_value": 4 * needles, "chain": 2}[task]
     keys, values = _keys(rng, count), _values(rng, count)
     # The first key is the one that is asked for; the others are at random depths.

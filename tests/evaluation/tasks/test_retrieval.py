@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax.evaluation import OWN_TASKS, Case, Haystack, is_right
+from kvjax.evaluation.tasks import retrieval
 from kvjax.evaluation.tasks.wording import (
     HELD_OUT_ADJECTIVES,
     HELD_OUT_NOUNS,
@@ -310,3 +311,31 @@ def test_another_tokenizer(data_dir):
         assert words.endswith(f"Answer: The code of the {key} is")
         found = " ".join(other.decode(case.prompt[start_of(case) :]).split())
         assert found.startswith(f"The code of the {key} is {answer_of(case)}.")
+
+
+def test_a_statement_of_words_stands_at_its_depth_and_is_asked_for():
+    statement = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park"
+    task = retrieval(
+        "statement", haystack(), length=400, depths=(0.0, 0.5, 1.0), cases=6, seed=0
+    )  # fmt: skip
+    assert len({tuple(case.context) for case in task.cases}) == 6, "other windows"
+    for number, case in enumerate(task.cases):
+        assert len(case.prompt) == 400 and case.depth == (0.0, 0.5, 1.0)[number % 3]
+        assert decode(case.prompt[case.details["position"] :]).startswith(f" {statement}")
+        asked = "\nAnswer: The best thing to do in San Francisco is"
+        assert decode(case.question).endswith(asked)
+        assert decode(case.context).count("Dolores Park") == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "score"),
+    [
+        (" eat a sandwich and sit in Dolores Park on a sunny day.", 1.0),
+        (" to sit in DOLORES park.", 0.5),
+        (" parking sandwiches", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_a_statement_is_scored_by_the_words_that_an_answer_has(said, score):
+    task = retrieval("statement", haystack(), length=400, depths=(0.5,), cases=1, seed=0)
+    assert task.score(said, task.cases[0]) == score and task.floor == 0
