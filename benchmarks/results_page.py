@@ -560,16 +560,24 @@ def step_times(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def speed(rows: Sequence[dict[str, Any]]) -> str:
-    """Of `kvjax bench`."""
+    """Of `kvjax bench`, with columns for numbers of tokens where there are several."""
+    varied = [
+        (name, heading)
+        for name, heading in (("prompt_tokens", "tokens"), ("new_tokens", "new"))
+        if len({row[name] for row in rows}) > 1
+    ]
     headings = [
-        "method", "batch", "first token", "per token", "of full", "floor by bytes", "tokens/s",
-        "cache", "compiling",
+        "method", "batch", *(heading for _, heading in varied), "first token", "per token",
+        "of full", "floor by bytes", "end to end",
+        "of full", "tokens/s", "cache", "compiling",
     ]  # fmt: skip
     return markdown(headings, [
         [
-            f"`{row['method']}`", str(row["batch"]), f"{row['ttft_s']:.2f} s",
-            f"{1e3 * row['tpot_s']:.1f} ms", f"{row['tpot_over_full']:.2f}",
-            f"{1e3 * row['step_floor_s']:.1f} ms", f"{row['tokens_per_s']:.0f}",
+            f"`{row['method']}`", str(row["batch"]), *(f"{row[name]:,}" for name, _ in varied),
+            f"{row['ttft_s']:.2f} s", f"{1e3 * row['tpot_s']:.1f} ms",
+            f"{row['tpot_over_full']:.2f}",
+            f"{1e3 * row['step_floor_s']:.1f} ms", f"{row['end_to_end_s']:.2f} s",
+            f"{row['end_to_end_over_full']:.2f}", f"{row['end_to_end_tokens_per_s']:.1f}",
             f"{row['cache_bytes'] / 1e6:.0f} MB", f"{row['compile_s']:.1f} s",
         ]
         for row in rows

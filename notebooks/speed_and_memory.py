@@ -129,8 +129,8 @@ plt.show()
 report = measure_speed(
     model,
     {"snapkv": kvjax.SnapKV(budget=0.1), "clusterkv": kvjax.ClusterKV(budget=0.1)},
-    prompt_tokens=4096,
-    new_tokens=32,
+    prompt_tokens=(4096,),
+    new_tokens=(32,),
     batches=(1, 4),
     rounds=2,
 )

@@ -44,15 +44,17 @@ _DRAWING = 3
 _Subject = tuple[Any, int, Callable[[], tuple[Any, Any]]]
 
 DESCRIPTION = """\
-Measures methods against the full cache: time to the first token and per further
-one, tokens per second, seconds of compilation, bytes of caches, resident bytes and
-their peak. Beside them stands the least that the machine needs, by its bandwidth
-and its rate of products, which are measured too. A model is given with its weights,
-or as a shape that gets random ones."""
+Measures methods against the full cache: time to the first token, per further one
+and end to end, tokens per second, seconds of compilation, bytes of caches, resident
+bytes and their peak, for every combination of --tokens, --new and --batch. Beside
+them stands the least that the machine needs, by its bandwidth and its rate of
+products, which are measured too. A model is given with its weights, or as a shape
+that gets random ones."""
 EXAMPLES = """\
 examples:
   kvjax bench
   kvjax bench --model DIR --method snapkv,h2o,clusterkv --batch 1,4
+  kvjax bench --model DIR --tokens 2048,4096 --new 64,256 --json
   kvjax bench --shape llama-3.1-8b --layers 2 --tokens 8192"""
 
 
@@ -66,12 +68,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "tokens")  # fmt: skip
     add("--layers", metavar="N", type=int,
         help="layers of the shape, from the first on (default: all)")  # fmt: skip
-    add("--tokens", metavar="N", type=int, default=speed.PROMPT_TOKENS,
-        help=f"of each prompt (default: {speed.PROMPT_TOKENS})")  # fmt: skip
-    add("--new", metavar="N", type=int, default=speed.NEW_TOKENS,
-        help=f"new tokens of each row, at least 2 (default: {speed.NEW_TOKENS})")  # fmt: skip
-    options.add_list(parser, "--batch", value_type=options.number_list, default=speed.BATCHES,
-        about="rows at a time")  # fmt: skip
+    sizes: tuple[tuple[str, tuple[int, ...], str], ...] = (
+        ("--tokens", speed.PROMPT_TOKENS, "tokens of each prompt"),
+        ("--new", speed.NEW_TOKENS, "new tokens of each row, at least 2"),
+        ("--batch", speed.BATCHES, "rows at a time"),
+    )
+    for name, default, about in sizes:
+        options.add_list(parser, name, value_type=options.number_list, default=default, about=about)
     options.add_methods(parser, METHODS, full=True)
     options.add_budget(parser)
     add("--rounds", metavar="N", type=int, default=speed.ROUNDS,
@@ -82,14 +85,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Runs `kvjax bench`: prints two tables, or one JSON object."""
+    """Runs `kvjax bench`: prints tables, or one JSON object."""
     # Imported here: kvjax works without kvjax.models, and help is faster without its imports.
     from kvjax.models import demo
 
-    check_counts(args, "tokens", "rounds", "layers")
-    check_count("--new", args.new, 2)
-    for batch in args.batch:
-        check_count("--batch", batch, 1)
+    check_counts(args, "rounds", "layers")
+    for name, minimum in ("tokens", 1), ("new", 2), ("batch", 1):
+        for count in getattr(args, name):
+            check_count(f"--{name}", count, minimum)
     if args.model is not None and args.shape is not None:
         raise ValueError("give --model or --shape, not both")
     if args.layers is not None and args.shape is None:
@@ -121,8 +124,6 @@ def run(args: argparse.Namespace) -> None:
         "layers": config.num_layers,
         "model_layers": layers,
         "dtype": dtype,
-        "prompt_tokens": args.tokens,
-        "new_tokens": args.new,
         "rounds": args.rounds,
         "environment": environment(),
         "bandwidth_bytes_per_s": report.machine.bandwidth,
@@ -164,10 +165,11 @@ def _shape(args: argparse.Namespace, dtype: str) -> _Subject:
 
 def _check(args: argparse.Namespace, config: Any, candidates: Mapping[str, Candidate]) -> None:
     """Raises ValueError if the prompts cannot be read or a method changes no layer."""
-    check_count("--tokens", args.tokens, 1, most=config.max_positions)
+    tokens, new = max(args.tokens), max(args.new)
+    check_count("--tokens", tokens, 1, most=config.max_positions)
     for candidate in candidates.values():
         layers = kvjax.bind(candidate.transform, config.num_layers, config.windows)
-        check_prompts(config, [[0] * args.tokens], layers, args.new)
+        check_prompts(config, [[0] * tokens], layers, new)
         if candidate.method != FULL and all(layer == kvjax.Full() for layer in layers):
             raise ValueError(
                 f"{candidate.method} leaves all {config.num_layers} layers as they are, so "
@@ -182,7 +184,7 @@ def _check_memory(
     from kvjax.models import abstract_decoder
 
     model, free = abstract_decoder(config, dtype=dtype), free_memory()
-    room, rows = cache_room(model, args.tokens, args.new), max(args.batch)
+    room, rows = cache_room(model, max(args.tokens), max(args.new)), max(args.batch)
     largest = max(bytes_on_device(x) for x in jax.tree.leaves(model))
     drawing = 0 if args.shape is None else _DRAWING * largest
     for candidate in candidates.values():

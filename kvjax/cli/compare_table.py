@@ -58,7 +58,7 @@ def _print_table(console: Console, table: tables.Table) -> None:
     ]
     several = len(dict(table.candidates)) < len(rows)  # budgets of a method
     look = {"show_edge": False, "padding": (0, int(console.width >= _WIDE))}
-    print_table(console, columns, rows, names=2, section=0 if several else None, **look)
+    print_table(console, columns, rows, names=2, section=(0,) if several else (), **look)
 
 
 def _field(field: Field, column: Column) -> Text:

@@ -42,7 +42,7 @@ def print_table(
     columns: Sequence[Column],
     rows: Sequence[Row],
     names: int = 1,
-    section: int | None = None,
+    section: Sequence[int] = (),
     **look: Any,
 ) -> None:
     """Prints a table, or several tables if names and all figures do not fit side by side.
@@ -52,8 +52,7 @@ def print_table(
       columns: name columns, of which the first may be broken into lines, and columns of figures.
       rows: lines of the table, at least one.
       names: number of name columns, which are repeated at the beginning of each table.
-      section: column whose cells divide the table into sections when they change; None for no
-        sections.
+      section: columns whose cells divide the table into sections when one of them changes.
       look: options of `rich.table.Table`.
     """
 
@@ -64,7 +63,7 @@ def print_table(
         for row, following in itertools.zip_longest(rows, rows[1:], fillvalue=rows[-1]):
             cells = [row.cells[place] for place in shown]
             texts = [Text(cell) if isinstance(cell, str) else cell for cell in cells]
-            ends = section is not None and row.cells[section] != following.cells[section]
+            ends = any(row.cells[place] != following.cells[place] for place in section)
             result.add_row(*texts, style=row.style, end_section=ends)
         return result
 

@@ -44,7 +44,7 @@ def test_what_does_not_fit_goes_into_further_tables(width, names):
     methods = ["full", "snapkv", LONG, "h2o(group_reduce='[red]')"]
     rows = [Row([name, "0.1", *(f"{n}.5 MB" for n in range(12))]) for name in methods]
     shown = console(width)
-    print_table(shown, columns, rows, names=names, section=0, pad_edge=False)
+    print_table(shown, columns, rows, names=names, section=(0,), pad_edge=False)
     text = shown.export_text()
     check(text, width, methods, ["method", *headings])
     assert text.count("0.1") == 4 * (text.count("budget"))

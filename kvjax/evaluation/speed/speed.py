@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from kvjax.generation.generate import generate
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.planning import Plan, plan
 from kvjax.generation.prompt_checks import check_prompts
+from kvjax.messages import brief
 from kvjax.protocol import Full, KVTransform
 
 from .floors import cache_room, prompt_flops
@@ -30,21 +32,46 @@ from .machine import Machine, measure_machine
 _Run = tuple[Generation, int | None]  # the generation, and the bytes by which the process grew
 
 FULL = "full"
-PROMPT_TOKENS, NEW_TOKENS, BATCHES, ROUNDS = 2048, 64, (1,), 3
+PROMPT_TOKENS, NEW_TOKENS, BATCHES, ROUNDS = (2048,), (64,), (1,), 3
+
+
+class _Setting(NamedTuple):
+    """The sizes of a generation: its rows, and the tokens of each."""
+
+    batch: int
+    prompt_tokens: int
+    new_tokens: int
+
+    room = property(lambda self: self[1:])
+
+    def __str__(self) -> str:
+        rows = f"{self.batch} row{'s' * (self.batch > 1)}"
+        return f"{rows}, {self.prompt_tokens:,} + {self.new_tokens:,} tokens"
+
+    def padded(self, model: FunctionalModel) -> _Setting:
+        """Returns the sizes to which `generate` pads; settings that agree in them share code."""
+        room = cache_room(model, self.prompt_tokens, self.new_tokens)
+        return _Setting(self.batch, room["max_prompt"], room["max_new"])
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Costs of a method with a number of rows; times are those of the fastest round.
+    """Costs of a method at a setting of rows and tokens; times are those of the fastest round.
 
     Args:
       method: name of the method in the argument `methods`.
       batch: number of rows.
+      prompt_tokens, new_tokens: tokens of each row.
       ttft_s: seconds up to the first token of all rows.
       tpot_s: seconds per further token, which is a step for all rows.
       tokens_per_s: new tokens per second after the first, of all rows.
-      compile_s: seconds of tracing and compiling in the call before the first round.
-      ttft_over_full, tpot_over_full: times divided by those of the full cache.
+      end_to_end_s: seconds for the prompts and all new tokens, without compilation: in each round,
+        `ttft_s + (new_tokens - 1) * tpot_s`.
+      end_to_end_tokens_per_s: new tokens per second of `end_to_end_s`, of all rows.
+      compile_s: seconds of tracing and compiling in the call before the first round. Settings whose
+        sizes are padded to the same shapes share what is compiled, and these seconds.
+      ttft_over_full, tpot_over_full, end_to_end_over_full: times divided by those of the full
+        cache.
       step_bytes: minimum bytes that a step reads, as `kvjax.generation.planning` counts them: the
         weights, and the arrays of the caches, free slots included. A cache from which slots are
         selected counts with the selected slots.
@@ -64,12 +91,17 @@ class Speed:
 
     method: str
     batch: int
+    prompt_tokens: int
+    new_tokens: int
     ttft_s: float
     tpot_s: float
     tokens_per_s: float
+    end_to_end_s: float
+    end_to_end_tokens_per_s: float
     compile_s: float
     ttft_over_full: float
     tpot_over_full: float
+    end_to_end_over_full: float
     step_bytes: int
     step_floor_s: float
     ttft_floor_s: float | None
@@ -88,7 +120,8 @@ class SpeedReport(NamedTuple):
     Args:
       machine: best rates of the machine, measured in every round.
       weight_bytes: bytes of the model's weights.
-      rows: all methods of the first batch, the full cache first, then those of the next batch.
+      rows: all methods at the first setting, the full cache first, then those at the next. The
+        settings are the products of batches, prompt tokens and new tokens, in the order given.
     """
 
     machine: Machine
@@ -100,8 +133,8 @@ def measure_speed(
     model: LanguageModel | FunctionalModel,
     methods: Mapping[str, KVTransform],
     *,
-    prompt_tokens: int = PROMPT_TOKENS,
-    new_tokens: int = NEW_TOKENS,
+    prompt_tokens: Sequence[int] = PROMPT_TOKENS,
+    new_tokens: Sequence[int] = NEW_TOKENS,
     batches: Sequence[int] = BATCHES,
     rounds: int = ROUNDS,
     text: Sequence[int] | None = None,
@@ -111,15 +144,16 @@ def measure_speed(
 ) -> SpeedReport:
     """Measures methods of compression against the full cache, and all of them against the machine.
 
-    Every method reads the same prompts and writes the same number of tokens; end tokens do not stop
-    it. In each round all methods run once, one after the other, so that a slow moment of the
-    machine affects all of them. Times are those of the fastest round. Work that a method does every
-    few hundred tokens counts only if as many are written.
+    At each setting, every method reads the same prompts and writes the same number of tokens; end
+    tokens do not stop it. In each round all methods run once, one after the other, so that a slow
+    moment of the machine affects all of them. Times are those of the fastest round. Work that a
+    method does every few hundred tokens counts only if as many are written.
 
-    Seconds of compilation are those of the first call for each method and batch. The full cache
-    comes first, and so compiles the code that all methods share too: the embedding, the logits, and
-    the choice of a token. Compiled code is dropped (`jax.clear_caches`) before each batch. If JAX
-    has a folder for compiled code, a call may find its code there and take less time.
+    Seconds of compilation are those of the first call for each method and shape: a number of rows,
+    and the prompt and new tokens as `kvjax.generate` pads them. The full cache comes first, and so
+    compiles the code that all methods share too: the embedding, the logits, and the choice of a
+    token. Compiled code is dropped (`jax.clear_caches`) before each shape. If JAX has a folder for
+    compiled code, a call may find its code there and take less time.
 
     The floor of a step is the time to read its bytes at the machine's bandwidth. The floor of the
     first token is the time of its matrix products at the machine's rate (`prompt_flops`). The
@@ -131,7 +165,7 @@ def measure_speed(
       model: as for `kvjax.generate`, on one device.
       methods: methods by any names; the full cache is always measured, as `"full"`.
       prompt_tokens, new_tokens: tokens of each row; at least two new ones.
-      batches: numbers of rows; duplicates are measured once.
+      batches: numbers of rows. Every combination of these three lists is measured, duplicates once.
       rounds: how often everything is measured.
       text: token ids that prompts are cut from, one after the other. After its end, cutting starts
         again from the beginning. None: random ids of the vocabulary.
@@ -153,61 +187,82 @@ def measure_speed(
       ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=1, query_heads=4,
       ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=512))
       >>> report = measure_speed(
-      ...     model, {"snapkv": kvjax.SnapKV(64)}, prompt_tokens=128, new_tokens=8, rounds=1)
-      >>> [(row.method, row.batch, row.tpot_s > 0) for row in report.rows]
-      [('full', 1, True), ('snapkv', 1, True)]
+      ...     model, {"snapkv": kvjax.SnapKV(64)}, prompt_tokens=[128], new_tokens=[4, 8], rounds=1)
+      >>> [(row.method, row.new_tokens, row.tpot_s > 0) for row in report.rows]
+      [('full', 4, True), ('snapkv', 4, True), ('full', 8, True), ('snapkv', 8, True)]
     """
-    check_count("prompt_tokens", prompt_tokens, 1)
-    check_count("new_tokens", new_tokens, 2)
+    prompt_tokens = _counts("prompt_tokens", prompt_tokens, 1)
+    new_tokens = _counts("new_tokens", new_tokens, 2)
+    batches = _counts("batches", batches, 1)
     check_count("rounds", rounds, 1)
-    if not len(batches):
-        raise ValueError("batches must have at least one number of rows, got none")
-    for batch in batches:
-        check_count("batch", batch, 1)
     if methods.get(FULL, Full()) != Full():
         raise ValueError(f"the method named {FULL!r} must be kvjax.Full(), got {methods[FULL]}")
     functional, dtype = as_functional(model), default_dtype() if dtype is None else dtype
     if mesh_of(functional.params) is not None:
         raise ValueError("measure_speed measures one device, got a model on a mesh")
-    methods, batches = {FULL: Full(), **methods}, tuple(dict.fromkeys(batches))
-    prompts = _prompts(functional, prompt_tokens, max(batches), text)
-    layers = functional.num_layers, functional.windows
+    methods = {FULL: Full(), **methods}
+    prompts = {tokens: _prompts(functional, tokens, max(batches), text) for tokens in prompt_tokens}
     for transform in methods.values():
-        check_prompts(functional, prompts, bind(transform, *layers), new_tokens)
-    sample = [prompts[0][:CALIBRATION_TOKENS]]
+        layers = bind(transform, functional.num_layers, functional.windows)
+        for rows in prompts.values():
+            check_prompts(functional, rows, layers, max(new_tokens))
+    sample = [prompts[max(prompt_tokens)][0][:CALIBRATION_TOKENS]]
     methods = {name: calibrated(tx, functional, sample) for name, tx in methods.items()}
-    room = cache_room(functional, prompt_tokens, new_tokens)
+    settings = [_Setting(*sizes) for sizes in itertools.product(batches, prompt_tokens, new_tokens)]
+    of_shape: dict[_Setting, list[_Setting]] = {}
+    for setting in settings:
+        of_shape.setdefault(setting.padded(functional), []).append(setting)
     plans = {
-        name: plan(functional, tx, dtype=dtype, looked_up=looked_up, **room)
+        (room, name): plan(
+            functional, tx, max_prompt=room[0], max_new=room[1], dtype=dtype, looked_up=looked_up
+        )
+        for room in dict.fromkeys(shape.room for shape in of_shape)
         for name, tx in methods.items()
     }
     report = on_progress or (lambda done, total, what: None)
-    done, total = 0, len(methods) * len(batches) * (1 + rounds)
+    done, total = 0, len(methods) * len(settings) * (1 + rounds)
     machines: list[Machine] = []
-    runs: dict[tuple[int, str], list[_Run]] = {}
-    for batch in batches:
+    runs: dict[tuple[_Setting, str], list[_Run]] = {}
+    for alike in of_shape.values():
         jax.clear_caches()
         # One more round comes first, in which everything is compiled.
         for _ in range(1 + rounds):
             report(done, total, "the machine")
             machines.append(measure_machine(dtype))
-            for name, tx in methods.items():
-                report(done, total, f"{name} · {batch} row{'s' * (batch > 1)}")
+            for setting, (name, tx) in itertools.product(alike, methods.items()):
+                report(done, total, f"{name} · {setting}")
                 run = functools.partial(
-                    generate, functional, prompts[:batch], transform=tx,
-                    max_new_tokens=new_tokens, end_tokens=(), dtype=dtype,
+                    generate, functional, prompts[setting.prompt_tokens][: setting.batch],
+                    transform=tx, max_new_tokens=setting.new_tokens, end_tokens=(), dtype=dtype,
                 )  # fmt: skip
-                runs.setdefault((batch, name), []).append(with_peak(run))
+                runs.setdefault((setting, name), []).append(with_peak(run))
                 done += 1
     report(total, total, "done")
     # The best rates of all rounds, as methods have the times of their best rounds.
     machine = Machine(*map(max, zip(*machines, strict=True)))
-    flops = prompt_flops(functional, prompt_tokens)
-    rows = tuple(
-        _speed(name, batch, method_runs, runs[batch, FULL], plans[name], machine, flops)
-        for (batch, name), method_runs in runs.items()
-    )
-    return SpeedReport(machine, plans[FULL].weights, rows)
+    flops = {tokens: prompt_flops(functional, tokens) for tokens in prompt_tokens}
+
+    def row(setting: _Setting, name: str) -> Speed:
+        shape = setting.padded(functional)
+        compiling, _ = runs[of_shape[shape][0], name][0]
+        return _speed(
+            name, setting, [runs[setting, method][1:] for method in (name, FULL)],
+            compiling.compile_s, plans[shape.room, name], machine, flops[setting.prompt_tokens],
+        )  # fmt: skip
+
+    rows = tuple(itertools.starmap(row, itertools.product(settings, methods)))
+    return SpeedReport(machine, next(iter(plans.values())).weights, rows)
+
+
+def _counts(name: str, counts: Sequence[int], minimum: int) -> tuple[int, ...]:
+    """Returns the counts without duplicates; raises unless each is at least `minimum`."""
+    if not isinstance(counts, Sequence) or isinstance(counts, str):
+        raise TypeError(f"{name} must be a list of numbers, got {brief(counts)}")
+    if not counts:
+        raise ValueError(f"{name} must have at least one number, got none")
+    for count in counts:
+        check_count(f"a number of {name}", count, minimum)
+    return tuple(dict.fromkeys(counts))
 
 
 def _prompts(
@@ -225,29 +280,35 @@ def _prompts(
 
 def _speed(
     name: str,
-    batch: int,
-    runs: Sequence[_Run],
-    full_runs: Sequence[_Run],
+    setting: _Setting,
+    rounds_of_both: Sequence[Sequence[_Run]],
+    compile_s: float,
     planned: Plan,
     machine: Machine,
     flops: int | None,
 ) -> Speed:
-    """Computes a method's figures from its runs, those of the full cache, and the machine."""
-    (result, _), *rounds = runs  # the first run compiles, and its times do not count
-    ttfts, tpots = _seconds(rounds)
-    ttft, tpot = min(ttfts), min(tpots)
-    full_ttft, full_tpot = map(min, _seconds(full_runs[1:]))
+    """Computes a method's figures from its rounds, those of the full cache, and the machine."""
+    rounds, full_rounds = rounds_of_both
+    batch, prompt_tokens, new_tokens = setting
+    times = _seconds(rounds, new_tokens)
+    ttft, tpot, end_to_end = map(min, times)
+    full_ttft, full_tpot, full_end_to_end = map(min, _seconds(full_rounds, new_tokens))
     growths = [growth for _, growth in rounds if growth is not None]
-    step_bytes = planned.step_bytes(batch)
+    step_bytes, result = planned.step_bytes(batch), rounds[0][0]
     return Speed(
         method=name,
         batch=batch,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
         ttft_s=ttft,
         tpot_s=tpot,
         tokens_per_s=batch / tpot,
-        compile_s=result.compile_s,
+        end_to_end_s=end_to_end,
+        end_to_end_tokens_per_s=batch * new_tokens / end_to_end,
+        compile_s=compile_s,
         ttft_over_full=ttft / full_ttft,
         tpot_over_full=tpot / full_tpot,
+        end_to_end_over_full=end_to_end / full_end_to_end,
         step_bytes=step_bytes,
         step_floor_s=step_bytes / machine.bandwidth,
         ttft_floor_s=None if flops is None else batch * flops / machine.products,
@@ -256,11 +317,14 @@ def _speed(
         resident_bytes=planned.held(batch),
         host_bytes=round(planned.caches(batch).host),
         peak_bytes=planned.weights + min(growths) if growths else None,
-        ttft_rounds_s=ttfts,
-        tpot_rounds_s=tpots,
+        ttft_rounds_s=times[0],
+        tpot_rounds_s=times[1],
     )
 
 
-def _seconds(rounds: Sequence[_Run]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Returns the seconds of every round up to the first token, and per further token."""
-    return tuple(run.ttft_s for run, _ in rounds), tuple(run.tpot_s for run, _ in rounds)
+def _seconds(rounds: Sequence[_Run], new_tokens: int) -> tuple[tuple[float, ...], ...]:
+    """Returns the seconds of every round: to the first token, per further token, and in all."""
+    first = tuple(run.ttft_s for run, _ in rounds)
+    further = tuple(run.tpot_s for run, _ in rounds)
+    steps = new_tokens - 1
+    return first, further, tuple(a + steps * b for a, b in zip(first, further, strict=True))

@@ -88,7 +88,7 @@ def report():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvjax.evaluation.speed.speed.measure_machine", lambda dtype: MACHINE)
         found = measure_speed(
-            model, methods, prompt_tokens=PROMPT, new_tokens=8, batches=(1, 2), rounds=2,
+            model, methods, prompt_tokens=[PROMPT], new_tokens=[8], batches=(1, 2), rounds=2,
             looked_up=4 * EMBEDDING, on_progress=lambda *told: seen.append(told),
         )  # fmt: skip
     return found, seen
@@ -101,13 +101,21 @@ def test_figures_of_a_row_fit_together(report):
     assert [(row.batch, row.method) for row in found.rows] == expected
     assert found.weight_bytes == 4 * WEIGHTS and found.machine == MACHINE
     total = 2 * 2 * 3  # methods, batches, and a first run before two rounds
-    assert seen[1] == (0, total, "full · 1 row") and seen[-1] == (total, total, "done")
+    assert seen[1] == (0, total, "full · 1 row, 256 + 8 tokens") and seen[-1] == (
+        total,
+        total,
+        "done",
+    )
     assert seen == sorted(seen, key=lambda told: told[0])
     full = {row.batch: row for row in found.rows if row.method == "full"}
     for row in found.rows:
         assert row.ttft_s == min(row.ttft_rounds_s) and row.tpot_s == min(row.tpot_rounds_s)
         assert len(row.ttft_rounds_s) == len(row.tpot_rounds_s) == 2 and row.tpot_s > 0
         assert row.tokens_per_s == row.batch / row.tpot_s
+        totals = [a + 7 * b for a, b in zip(row.ttft_rounds_s, row.tpot_rounds_s, strict=True)]
+        assert row.end_to_end_s == min(totals) >= row.ttft_s + 7 * row.tpot_s
+        assert row.end_to_end_tokens_per_s == row.batch * 8 / row.end_to_end_s
+        assert row.end_to_end_over_full == row.end_to_end_s / full[row.batch].end_to_end_s
         assert row.ttft_over_full == row.ttft_s / full[row.batch].ttft_s
         assert row.tpot_over_full == row.tpot_s / full[row.batch].tpot_s
         assert row.step_floor_s == row.step_bytes / found.machine.bandwidth > 0
@@ -136,18 +144,19 @@ def test_prompts_are_cut_from_the_text(monkeypatch):
     monkeypatch.setattr("kvjax.evaluation.speed.speed.measure_machine", lambda dtype: MACHINE)
     with pytest.raises(InterruptedError):
         measure_speed(
-            random_decoder(CONFIG), {}, prompt_tokens=4, new_tokens=2, batches=(2,), text=[1, 2, 3]
-        )
+            random_decoder(CONFIG), {}, prompt_tokens=[4], new_tokens=[2], batches=(2,),
+            text=[1, 2, 3],
+        )  # fmt: skip
     assert prompts == [[[1, 2, 3, 1], [2, 3, 1, 2]]]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"new_tokens": 1}, "new_tokens must be at least 2"),
+        ({"new_tokens": [8, 1]}, "a number of new_tokens must be at least 2, got 1"),
         ({"batches": ()}, "batches must have at least one"),
         ({"text": []}, "text must have at least one token"),
-        ({"prompt_tokens": 500}, "the model has 512 positions"),
+        ({"prompt_tokens": [64, 500]}, "the model has 512 positions"),
         ({"methods": {"full": kvjax.SnapKV(64)}}, "the method named 'full' must be kvjax.Full"),
     ],
 )
@@ -157,9 +166,11 @@ def test_what_is_refused(options, message, monkeypatch):
 
     monkeypatch.setattr("kvjax.evaluation.speed.speed.generate", compute)
     monkeypatch.setattr("kvjax.evaluation.speed.speed.measure_machine", compute)
-    given = {"prompt_tokens": 64, "methods": {"snapkv": kvjax.SnapKV(64)}} | options
+    given = {"prompt_tokens": [64], "methods": {"snapkv": kvjax.SnapKV(64)}} | options
     with pytest.raises(ValueError, match=message):
         measure_speed(random_decoder(CONFIG), **given)
+    with pytest.raises(TypeError, match="prompt_tokens must be a list of numbers, got 64"):
+        measure_speed(random_decoder(CONFIG), {}, prompt_tokens=64)
     # A mesh of one device counts as none, and there is one here.
     monkeypatch.setattr("kvjax.evaluation.speed.speed.mesh_of", lambda params: jax.devices())
     with pytest.raises(ValueError, match="measures one device, got a model on a mesh"):
