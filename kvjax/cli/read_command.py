@@ -142,7 +142,7 @@ def run(args: argparse.Namespace) -> None:
                 raw=not dialogue.templated,
                 reading=Reading.of(ids, args.piece, max_questions, args.max_new),
             )  # fmt: skip
-            earlier = Saved.before(place, saved)
+            earlier = Saved.before(place, saved, transform)
             done = 0 if earlier is None else earlier.read
             # One document is read again, as what is there already may be meant to be replaced. In
             # pieces it is not: the command may have been killed behind the last one.

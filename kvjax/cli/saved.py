@@ -13,7 +13,7 @@ import numpy as np
 
 import kvjax
 from kvjax.cli.templates import Dialogue
-from kvjax.generation.context_files import check_free, context_about
+from kvjax.generation.context_files import check_free, context_about, context_method, unlearned
 from kvjax.generation.prompt_checks import repositions
 
 
@@ -126,20 +126,22 @@ class Saved:
         return cls(**so_named, conversation=conversation, reading=reading)
 
     @classmethod
-    def before(cls, folder: Path, wanted: Saved) -> Reading | None:
+    def before(cls, folder: Path, wanted: Saved, transform: kvjax.KVTransform) -> Reading | None:
         """Returns how far an earlier command has come that makes the same of the same tokens.
 
         None: the folder holds nothing that such a command has read. The document's file may have
-        had another name.
+        had another name. The name of a method may have stood for another one, in a version with
+        other defaults.
 
         Args:
           wanted: what the command will have saved.
+          transform: its method.
         """
         try:
-            saved = cls.of(folder)
+            saved, method = cls.of(folder), context_method(folder)
         except (ValueError, OSError):  # there is none
             return None
-        if saved.reading is None or wanted.reading is None:
+        if saved.reading is None or wanted.reading is None or method != unlearned(transform):
             return None
         reading = wanted.reading._replace(read=saved.reading.read)
         like = dataclasses.replace(wanted, document=saved.document, reading=reading)

@@ -210,6 +210,25 @@ def context_about(path: str | os.PathLike[str]) -> dict[str, Any]:
     return _content(_newest(Path(path).absolute()))["about"]
 
 
+def context_method(path: str | os.PathLike[str]) -> KVTransform:
+    """Returns the method of a context, without what it has learned; reads no array.
+
+    Raises:
+      ValueError: there is no context, its JSON is damaged, or its method has other parameters.
+    """
+    folder = Path(path).absolute()
+    return unlearned(_method_of(_content(_newest(folder)), folder))
+
+
+def unlearned(transform: KVTransform) -> KVTransform:
+    """Returns a composition without what its methods have learned."""
+
+    def without(method: KVTransform, _: object) -> KVTransform:
+        return method.with_learned(None) if isinstance(method, Learner) else method
+
+    return map_methods(without, transform)
+
+
 def check_free(folder: Path) -> None:
     """Raises ValueError if a folder holds anything that `save_context` has not written.
 

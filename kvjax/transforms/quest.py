@@ -96,7 +96,8 @@ class Quest(Recall):
     if all its tokens are visible.
 
     The index is `[B, H, P, D]` twice, in the dtype of the keys: 1 / `page` of the size of keys and
-    values. Means take as much again.
+    values. Mean and variance of the newest page's keys are kept in float32, but for the paper's
+    bounds. Means of all pages, for `estimate`, take as much again as the index.
 
     Args:
       budget: slots to attend to per KV head, a multiple of `page` and at least three pages. A float

@@ -122,13 +122,13 @@ def _attention_and_columns(
             lambda x: jax.lax.dynamic_slice_in_dim(x, head, 1, axis=1),
             (queries.q, (k, v, seen), elsewhere),
         )
-        numbers = _columns_of_head(
+        results = _columns_of_head(
             queries._replace(q=q_head), *of_keys, elsewhere_head, mask, add=add
         )
-        return tuple(x[:, 0] for x in numbers)
+        return jax.tree.map(lambda x: x[:, 0], results)
 
     heads = jax.lax.map(of_head, jnp.arange(k.shape[1]))
-    return tuple(jnp.moveaxis(x, 0, 1) for x in heads)
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), heads)
 
 
 def _columns_of_head(

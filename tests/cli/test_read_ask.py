@@ -250,7 +250,7 @@ def test_pieces_give_one_context_however_often_it_is_stopped(
     same_arrays(whole, again)
 
 
-@pytest.mark.parametrize("changed", [("--budget", "25"), ("--piece", "32"), ("--max-new", "9")])
+@pytest.mark.parametrize("changed", [("--budget", "25"), ("--piece", "32"), ("--max-new", "9"), ()])
 def test_another_command_begins_anew(read, document, tmp_path, monkeypatch, changed):
     options = ["--method", "snapkv", "--budget", "24", "--piece", "16"]
     save, saved = kvjax.save_context, []
@@ -261,6 +261,8 @@ def test_another_command_begins_anew(read, document, tmp_path, monkeypatch, chan
     monkeypatch.setattr(
         kvjax, "save_context", lambda *args, **_: saved.append(int(args[1].length[0]))
     )
+    if not changed:  # the same command of a version in which SnapKV's window is another
+        monkeypatch.setattr(kvjax.SnapKV.__init__, "__defaults__", (8, 7, "max", "mean"))
     read(*options, *changed)
     assert saved[0] == (32 if "--piece" in changed else 16)
 

@@ -40,10 +40,10 @@ SLOTS, PAGES, CLUSTERS = PROMPT + NEW, 20, 20
 BY_HAND = {
     "full": ("full", of_rows(SLOTS, SLOTS), 0),
     "snapkv": ("snapkv(budget=64)", of_rows(64 + NEW, 64 + NEW), 0),
-    # Two bounds of each page, and how many pages to read.
+    # Two bounds of each page, mean and variance of the newest, and how many pages to read.
     "quest": (
         "quest(budget=96, page=16, dense_layers=())",
-        of_rows(SLOTS, 96, PAGES * 2 * DIM * 4, 4),
+        of_rows(SLOTS, 96, (PAGES + 1) * 2 * DIM * 4, 4),
         0,
     ),
     # Of each cluster a centroid, its size and its start; their number, and that of sinks; the
