@@ -568,15 +568,14 @@ def speed(rows: Sequence[dict[str, Any]]) -> str:
     ]
     headings = [
         "method", "batch", *(heading for _, heading in varied), "first token", "per token",
-        "of full", "floor by bytes", "end to end",
-        "of full", "tokens/s", "cache", "compiling",
+        "of full", "floor by bytes", "end to end", "of full", "tokens/s", "cache", "compiling",
     ]  # fmt: skip
     return markdown(headings, [
         [
             f"`{row['method']}`", str(row["batch"]), *(f"{row[name]:,}" for name, _ in varied),
             f"{row['ttft_s']:.2f} s", f"{1e3 * row['tpot_s']:.1f} ms",
-            f"{row['tpot_over_full']:.2f}",
-            f"{1e3 * row['step_floor_s']:.1f} ms", f"{row['end_to_end_s']:.2f} s",
+            f"{row['tpot_over_full']:.2f}", f"{1e3 * row['step_floor_s']:.1f} ms",
+            f"{row['end_to_end_s']:.2f} s",
             f"{row['end_to_end_over_full']:.2f}", f"{row['end_to_end_tokens_per_s']:.1f}",
             f"{row['cache_bytes'] / 1e6:.0f} MB", f"{row['compile_s']:.1f} s",
         ]

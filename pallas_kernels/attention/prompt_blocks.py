@@ -118,12 +118,12 @@ def _attention_and_columns(
     """
 
     def of_head(head: Array) -> tuple[Array, Array, Array]:
-        q_head, of_keys, elsewhere_head = jax.tree.map(
+        q_head, k_head, v_head, seen_head, elsewhere_head = jax.tree.map(
             lambda x: jax.lax.dynamic_slice_in_dim(x, head, 1, axis=1),
-            (queries.q, (k, v, seen), elsewhere),
+            (queries.q, k, v, seen, elsewhere),
         )
         results = _columns_of_head(
-            queries._replace(q=q_head), *of_keys, elsewhere_head, mask, add=add
+            queries._replace(q=q_head), k_head, v_head, seen_head, elsewhere_head, mask, add=add
         )
         return jax.tree.map(lambda x: x[:, 0], results)
 

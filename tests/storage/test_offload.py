@@ -73,6 +73,8 @@ def tokens() -> Tokens:
 
 CASES = {
     "one step": {},
+    "no step": {"recent": 0},
+    "no step, query heads": {"recent": 0, "per_query_head": True},
     "two steps": {"recent": 2},
     "query heads": {"recent": 3, "per_query_head": True},
     "bfloat16": {"dtype": jnp.bfloat16, "recent": 2},
@@ -112,7 +114,7 @@ def test_offloaded_equals_not_offloaded(name):
     assert not offloaded.caches[-1].kv.dropped.any()
 
 
-@pytest.mark.parametrize(("recent", "per_query_head"), [(1, False), (3, True)])
+@pytest.mark.parametrize(("recent", "per_query_head"), [(0, False), (1, False), (3, True)])
 @pytest.mark.slow
 def test_hits_and_misses(recent, per_query_head):
     """Entries of the host, those that the last steps had, and those that crossed: sums per row."""
@@ -129,7 +131,8 @@ def test_hits_and_misses(recent, per_query_head):
         for row, own in np.ndindex(3, lists):
             entries = index[row, own]
             stored = (entries >= 0) & (entries < clustered[row, own * KV_HEADS // lists])
-            near = set().union(*(each[row, own] for each in history[-recent:]))
+            last = history[-recent:] if recent else []
+            near = set().union(*(each[row, own] for each in last))
             hit = stored & np.isin(entries, list(near))
             crossed = (stored & ~hit).sum()
             counts[:, row] += [stored[SINKS:].sum(), hit[SINKS:].sum(), crossed]
@@ -140,8 +143,11 @@ def test_hits_and_misses(recent, per_query_head):
         sums = [x.sum(1) for x in (resident.selected, resident.found, resident.fetched)]
         np.testing.assert_array_equal(sums, counts)
     selected, hits, fetched = counts
-    assert 0.2 * selected[0] < hits[0] < 0.95 * selected[0]
-    assert 0 < fetched[0] < 0.8 * selected[0]
+    if recent:
+        assert 0.2 * selected[0] < hits[0] < 0.95 * selected[0]
+        assert 0 < fetched[0] < 0.8 * selected[0]
+    else:
+        assert hits.sum() == 0 and (fetched > selected).all(), "sinks cross in every step"
     given = recall_statistics([cache, {"another layer": cache}])
     assert given.steps == steps
     assert given.hit_rate == pytest.approx(hits.sum() / selected.sum())
@@ -244,7 +250,7 @@ def test_an_empty_store_stays_where_it_is():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recent", "per_query_head"), [(1, False), (2, True)])
+@pytest.mark.parametrize(("recent", "per_query_head"), [(0, False), (1, False), (2, True)])
 def test_bytes_by_memory(recent, per_query_head):
     """Little of the keys and values is on the device: what a list has, and new tokens."""
     transform = chain(clusterkv(per_query_head=per_query_head), Offload(recent_steps=recent))
@@ -254,7 +260,7 @@ def test_bytes_by_memory(recent, per_query_head):
     assert held[HOST_MEMORY] == 2 * (2 * KV_HEADS * (1064 + INTERVAL) * HEAD_DIM * 4)
     assert kvjax.nbytes(cache) == sum(held.values())
     near = kvjax.nbytes((found(cache, Resident), cache.kv.k.recent, cache.kv.v.recent))
-    assert 0 < near < (0.3 if recent > 1 else 0.08) * held[HOST_MEMORY]
+    assert 0 < near < (0.03, 0.08, 0.3)[recent] * held[HOST_MEMORY]
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -276,7 +282,7 @@ REFUSED = [
         "every 16 steps, got interval=8",
         lambda: new_cache(chain(clusterkv(), Offload(interval=8)), 1),
     ),
-    ("recent_steps must be at least 1, got 0", lambda: Offload(recent_steps=0)),
+    ("recent_steps must be at least 0, got -1", lambda: Offload(recent_steps=-1)),
 ]
 
 

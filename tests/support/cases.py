@@ -107,7 +107,7 @@ def compositions(budget: int) -> dict:
             clusterkv(budget, per_query_head=True, estimate=True), kvjax.Offload(recent_steps=2)
         ),
         "quest_by_bounds": quest(budget, spread=None, estimate=True),
-        "quest_offload": chain(quest(budget), kvjax.Offload(interval=3)),
+        "quest_offload": chain(quest(budget), kvjax.Offload(recent_steps=0, interval=3)),
         "snapkv_clusterkv": chain(snapkv(budget + 4), clusterkv(budget)),
         **quantised(budget),
         "h2o_codebook": chain(kvjax.H2O(budget=budget), kvjax.Codebook(capacity=1.0)),

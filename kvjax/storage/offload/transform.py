@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -30,25 +30,39 @@ class Resident:
     """Rows on the device that the last R steps selected, with N entries per step.
 
     Args:
-      slots: slot of each entry; S means none.
-      k, v: rows of the entries.
+      slots: slot of each entry; S means none. None where R is 0.
+      k, v: rows of the entries; None where R is 0.
       selected: number of selected entries in host memory, over all steps so far, per list. Entries
         that every list has, and those of rows without a new token, do not count.
       found: number of these entries that were resident.
       fetched: number of entries whose rows were copied from the host.
       steps: number of decode steps so far.
+      row_bytes: bytes of an entry's key and value (static).
     """
 
-    slots: Int[Array, "B K R*N"]
-    k: Float[Array, "B K R*N D"]
-    v: Float[Array, "B K R*N D"]
+    slots: Int[Array, "B K R*N"] | None
+    k: Float[Array, "B K R*N D"] | None
+    v: Float[Array, "B K R*N D"] | None
     selected: Int[Array, "B K"]
     found: Int[Array, "B K"]
     fetched: Int[Array, "B K"]
     steps: Int[Array, ""]
+    row_bytes: int = field(metadata={"static": True})
+
+    def at(
+        self, index: Int[Array, "B K N"], nowhere: int
+    ) -> tuple[Bool[Array, "B K N"], Float[Array, "B K N D"] | int, Float[Array, "B K N D"] | int]:
+        """Returns which slots of `index` are resident, and rows, which are theirs there."""
+        if self.slots is None:
+            return jnp.zeros(index.shape, bool), 0, 0
+        place = places(self.slots, index, nowhere)
+        k, v = (take_slots(rows, jnp.maximum(place, 0)) for rows in (self.k, self.v))
+        return place >= 0, k, v
 
     def put(self, slots: Int[Array, "B K N"], k: Array, v: Array) -> Resident:
         """Replaces the entries of the oldest step by those of a new one."""
+        if self.slots is None:
+            return dataclasses.replace(self, steps=self.steps + 1)
         entries = slots.shape[2]
         start = self.steps * entries % self.slots.shape[2]
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=2)
@@ -74,7 +88,8 @@ class Offload(KVTransform):
     the same method without `Offload`.
 
     Args:
-      recent_steps: R; 1 as in ClusterKV.
+      recent_steps: R; 1 as in ClusterKV. With 0 every step copies all that it selects in host
+        memory, the sinks too: ClusterKV's "direct loading", to compare with.
       interval: decode steps between moves of new tokens to the host; None: the interval of the
         method before, or 320 if it has none.
 
@@ -107,7 +122,7 @@ class Offload(KVTransform):
     card = Card(acts="every step", paper="ClusterKV, arXiv 2412.03213", when="lossless")
 
     def __post_init__(self):
-        check_count("recent_steps", self.recent_steps, 1)
+        check_count("recent_steps", self.recent_steps, 0)
         if self.interval is not None:
             check_count("interval", self.interval, 1)
 
@@ -138,13 +153,14 @@ class Offload(KVTransform):
         batch, _, slots, head_dim = shape
         entries = (batch, lists, self.recent_steps * length)
         resident = Resident(
-            slots=jnp.full(entries, slots, jnp.int32),
-            k=jnp.zeros((*entries, head_dim), dtype),
-            v=jnp.zeros((*entries, head_dim), dtype),
+            slots=jnp.full(entries, slots, jnp.int32) if self.recent_steps else None,
+            k=jnp.zeros((*entries, head_dim), dtype) if self.recent_steps else None,
+            v=jnp.zeros((*entries, head_dim), dtype) if self.recent_steps else None,
             selected=jnp.zeros((batch, lists), jnp.int32),
             found=jnp.zeros((batch, lists), jnp.int32),
             fetched=jnp.zeros((batch, lists), jnp.int32),
             steps=jnp.zeros((), jnp.int32),
+            row_bytes=2 * head_dim * dtype.itemsize,
         )
         size = min(cache.interval, max(cache.max_new, 1))
         k, v = (Offloaded.zeros(shape, size, dtype) for _ in range(2))
@@ -157,12 +173,11 @@ class Offload(KVTransform):
         index, length = view.index, view.cache.lists[1]
         recent_place = k.recent.places(index)
         stored = (index >= 0) & (recent_place < 0)
-        place = places(state.slots, index, k.shape[2])
-        resident, missing = stored & (place >= 0), stored & (place < 0)
-        place = jnp.maximum(place, 0)
+        there, *resident_rows = state.at(index, k.shape[2])
+        resident, missing = stored & there, stored & ~there
         on_device = tuple(
-            payload.recent.at(recent_place, take_slots(rows, place))
-            for payload, rows in ((k, state.k), (v, state.v))
+            payload.recent.at(recent_place, rows)
+            for payload, rows in zip((k, v), resident_rows, strict=True)
         )
         stores = not_mapped(k.store), not_mapped(v.store)
         rows = host_rows(stores, on_device, index, missing, implementation=view.implementation)
@@ -186,6 +201,8 @@ class Offload(KVTransform):
 
     def on_prompt(self, cache: KVCache, state: Resident, step: Step) -> tuple[None, Resident]:
         """Empties the device cache in rows whose slots a prompt has moved."""
+        if state.slots is None:
+            return None, state
         none = jnp.full_like(state.slots, cache.slots)
         return None, dataclasses.replace(state, slots=of_rows(step.rows, none, state.slots))
 
@@ -220,5 +237,5 @@ def recall_statistics(caches: object) -> RecallStatistics | None:
     selected, hits = (
         sum(int(np.sum(getattr(x, name))) for x in states) for name in ("selected", "found")
     )
-    moved = sum(int(np.sum(x.fetched)) * 2 * x.k.shape[-1] * x.k.dtype.itemsize for x in states)
+    moved = sum(int(np.sum(x.fetched)) * x.row_bytes for x in states)
     return RecallStatistics(hits / selected if selected else None, moved / steps, steps)
