@@ -101,8 +101,9 @@ class Offload(KVTransform):
 
     Raises:
       TypeError, ValueError: a number out of range; in a chain, no method before that selects slots,
-        or a stored form other than `Quantize`; from `init_cache`, no chain, a platform without such memory, or an interval that differs
-        from the method's; from `attend` and `flush`, steps that `jax.vmap` maps.
+        or a stored form other than `Quantize`; from `init_cache`, no chain, a platform without such
+        memory, or an interval that differs from the method's; from `attend` and `flush`, steps that
+        `jax.vmap` maps.
 
     Example:
       >>> import kvjax, kvjax.evaluation
