@@ -29,6 +29,7 @@ from common import write
 
 import kvjax
 from kvjax.attention.init_cache import default_dtype
+from kvjax.attention.layer import layer_caches
 from kvjax.cache.payload import take_slots
 from kvjax.protocol import View
 from kvjax.storage.offload.payload import HOST_MEMORY, memory_kinds
@@ -76,10 +77,10 @@ def measure(args: argparse.Namespace, form: Any, recent: int, lists: np.ndarray)
     clusters = kvjax.ClusterKV(args.budget, dense_layers=())
     offload = kvjax.Offload(recent_steps=recent)
     before = () if form is None else (form,)
-    cache = kvjax.init_cache(
+    (cache,) = layer_caches(kvjax.init_cache(
         kvjax.chain(*before, clusters, offload), batch=1, kv_heads=args.kv_heads,
         head_dim=args.head_dim, max_prompt=args.tokens, max_new=1, dtype=args.dtype,
-    )  # fmt: skip
+    ))  # fmt: skip
     kv, token = cache.kv, jnp.zeros((1, args.kv_heads, 1), jnp.int32)
 
     @jax.jit
@@ -91,7 +92,7 @@ def measure(args: argparse.Namespace, form: Any, recent: int, lists: np.ndarray)
     done: list[Any] = []
 
     def run() -> Any:
-        state = cache.state[-1]
+        state, rows = cache.state[-1], None
         for each in index:
             rows, state = select(kv, state, each)
         done.append(state)
