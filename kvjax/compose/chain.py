@@ -200,11 +200,6 @@ def _check_parts(parts: tuple[KVTransform, ...]) -> None:
             f"{placing[0]!r} stands once in a chain, behind a method that indexes all slots "
             f"(ClusterKV, Quest, InfiniGen), got {parts!r}"
         )
-    if storing and placing:
-        raise ValueError(
-            f"{placing[0]!r} keeps rows as they are in host memory, and {storing[0]!r} stores "
-            "them in another form on the device: take one of them"
-        )
     late = [part for part in parts if part.needs.unrotated_keys]
     if indexes and late:
         raise ValueError(

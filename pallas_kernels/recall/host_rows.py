@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 from pallas_kernels.base import route
 from pallas_kernels.base.dispatch import choose_implementation
@@ -23,13 +23,13 @@ NOWHERE = np.int32(-1)
 
 
 def host_rows(
-    stores: tuple[Float[Array, "B H S D"], ...],
-    rows: tuple[Float[Array, "B K N D"], ...],
+    stores: tuple[Shaped[Array, "B H S D"], ...],
+    rows: tuple[Shaped[Array, "B K N D"], ...],
     index: Int[Array, "B K N"],
     missing: Bool[Array, "B K N"],
     *,
     implementation: str | None = None,
-) -> tuple[Float[Array, "B K N D"], ...]:
+) -> tuple[Shaped[Array, "B K N D"], ...]:
     """Fills the missing entries of `rows` with the stores' slots `index`; nothing else moves.
 
     The kernel reads the missing rows directly from host memory. It fills `rows` in place, unless
@@ -105,7 +105,7 @@ def _check(stores, rows, index, missing) -> None:
             raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
 
 
-def _read(stores, rows, index, missing, interpret: bool) -> tuple[Float[Array, "B K N D"], ...]:
+def _read(stores, rows, index, missing, interpret: bool) -> tuple[Shaped[Array, "B K N D"], ...]:
     """Fetches all missing rows by one launch."""
     if not rows[0].size:
         return tuple(rows)

@@ -39,7 +39,8 @@ MOST = 2.5
 ENCODED = {
     "chelsea_quantize": 18.0, "kvmerger_quantize": 18.0, "h2o_quantize_token": 35.0,
     "snapkv_quantize_channel": 35.0, "quantize_channel_infinigen": 35.0,
-    "snapkv_quantize_keys_in_8": 35.0, "snapkv_quantize_keys_in_3": 1365.0,
+    "snapkv_quantize_keys_in_8": 35.0, "quantize_clusterkv_offload": 35.0,
+    "snapkv_quantize_keys_in_3": 1365.0,
 }  # fmt: skip
 # InfiniGen selects by an index in 16 bits. Here it selects all, so that only numbers are compared.
 METHODS = {

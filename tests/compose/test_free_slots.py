@@ -79,7 +79,7 @@ def put(x, free: np.ndarray, bad: float) -> jax.Array:
     """`x [B, H, S, ...]`, or of groups of slots, with `bad` in the entries without a live slot."""
     x = np.array(x)
     own = free.reshape(*x.shape[:3], -1).all(-1)
-    if x.dtype == np.uint8:  # the bits of float8
+    if x.dtype == np.uint8:  # the bits of float8, or bytes of scales, which are huge then
         x[own] = 0x7F
     elif np.issubdtype(x.dtype, np.floating):
         x[own] = bad
@@ -104,7 +104,8 @@ def spoiled_payload(payload, live: np.ndarray, bad: float):
         more = payload.store.shape[2] - live.shape[2]
         free = ~np.pad(body, ((0, 0), (0, 0), (0, more)))
         store = to_host(put(payload.store, free, bad))
-        return Offloaded(store, spoiled_recent(payload.recent, live, bad))
+        recent = spoiled_recent(payload.recent, live, bad)
+        return dataclasses.replace(payload, store=store, recent=recent)
     assert isinstance(payload, CodebookPayload)
     entries, index = np.array(payload.entries), np.array(payload.index)
     for row in range(len(index)):
@@ -132,6 +133,8 @@ def spoiled_recent(recent: Recent, live: np.ndarray, bad: float) -> Recent:
 
 
 def spoiled_resident(resident: Resident, slots: int, bad: float) -> Resident:
+    if resident.slots is None:
+        return resident
     free = np.asarray(resident.slots) == slots
     k, v = (put(x, free, bad) for x in (resident.k, resident.v))
     return dataclasses.replace(resident, k=k, v=v)

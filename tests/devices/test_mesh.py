@@ -29,6 +29,7 @@ OPTIONS = (
     "when_full(snapkv, room=8)", "kvcrush(snapkv, anchor='median')",
     "kvcrush(snapkv, anchor='mean', granularity=4)", "kvcrush(snapkv, kmeans=True)", "codebook",
     "chain(snapkv, quantize)", "chain(quest(dense_layers=(), per_query_head=True), offload)",
+    "chain(quantize, quest(dense_layers=()), offload(recent_steps=0))",
 )  # fmt: skip
 BOOKS = ("spindlekv", "codebook")  # each device makes whole books: it gets all heads' vectors
 

@@ -165,6 +165,9 @@ def _selecting(heads: Heads) -> Iterator[Program]:
     bounds = struct((1, heads.kv, SLOTS // PAGE, heads.dim), heads.dtype)
     store = struct((1, heads.kv, SLOTS, heads.dim), heads.dtype, host=True)
     rows = struct((1, heads.kv, LISTED, heads.dim), heads.dtype)
+    # Bytes of a row that is encoded in 8 bits, with its scale.
+    as_bytes = struct((*store.shape[:3], heads.dim + 4), "uint8", host=True)
+    byte_rows = struct((*rows.shape[:3], heads.dim + 4), "uint8")
     index = struct((1, heads.kv, LISTED), "int32")
     missing = struct(index.shape, "bool")
     count = struct((1, heads.kv), "int32")
@@ -182,6 +185,12 @@ def _selecting(heads: Heads) -> Iterator[Program]:
         ("build_indices", build, (order, sizes, sizes, count), (store,)),
         ("page_scores", ops.page_scores, (grouped, bounds, bounds), (bounds, bounds)),
         ("host_rows", fetch, (store, store, rows, rows, index, missing), (store, store)),
+        (
+            "host_rows of bytes",
+            fetch,
+            (as_bytes, as_bytes, byte_rows, byte_rows, index, missing),
+            (as_bytes, as_bytes),
+        ),
     ):
         function = functools.partial(call, implementation="pallas")
         size, kernel = bytes_of(*stores), name.split()[0]

@@ -86,6 +86,43 @@ CASES = {
 }
 
 
+FORMS = {
+    "8 bits": (kvjax.Quantize(8), {}),
+    "float8": (kvjax.Quantize("float8"), {}),
+    "4 bits": (kvjax.Quantize(4, group=4, key_axis="token"), {}),
+    "keys of 8 bits, query heads": (
+        kvjax.Quantize(4, group=4, key_bits=8, rotate="values"), {"per_query_head": True}
+    ),
+    "2 bits, nothing resident": (kvjax.Quantize(2, group=4, key_axis="token"), {"recent": 0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", some_slow(FORMS, "4 bits", "float8"))
+def test_encoded_rows_cross_and_are_those_without_offload(name):
+    """What is stored is the same bit for bit, also after a further turn."""
+    form, case = FORMS[name]
+    recent = case.get("recent", 1)
+    tx = clusterkv(per_query_head=case.get("per_query_head", False))
+    lengths, more, results = np.array(LENGTHS) + 24, np.array((9, 0, 4)), []
+    turn = right(lengths, more, 9)
+    for tail in ((), (Offload(recent_steps=recent),)):
+        transform = chain(form, tx, *tail)
+        sizes = {"max_prompt": MAX_PROMPT + 9, "max_new": STEPS}
+        first = run(transform, tokens(), PROMPT, 24, **sizes)
+        out, cache = prompt(transform, first.caches[-1], tokens(), turn)
+        then, caches = decoded(transform, flush(cache, None), tokens(), lengths + more, 20)
+        results.append(([*first.outs, np.asarray(out), *then], (first.caches[-1], caches[-1])))
+    (plain, plain_caches), (offloaded, caches) = results
+    for out, expected in zip(offloaded, plain, strict=True):
+        close(out, expected)
+    for mine, theirs in zip(caches, plain_caches, strict=True):
+        same(mine, theirs)
+    k, v = caches[-1].kv.k, caches[-1].kv.v
+    assert k.store.dtype == v.store.dtype == jnp.uint8
+    width = k.store.shape[3] + v.store.shape[3]
+    assert found(caches[-1], Resident).row_bytes == width < 2 * HEAD_DIM * 4
+
+
 def same(one, other) -> None:
     """Compares the clusters, and the keys and values of live slots."""
     mine, theirs = found(one, Clusters), found(other, Clusters)
@@ -266,6 +303,12 @@ def test_bytes_by_memory(recent, per_query_head):
 # --- what is refused ------------------------------------------------------------------------------
 
 
+class OtherForm(kvjax.kit.KVTransform):
+    """Stores rows in a form of its own."""
+
+    stage = kvjax.kit.Stage.REPRESENT
+
+
 NEEDED = "behind a method that indexes all slots"
 REFUSED = [
     (NEEDED, lambda: chain(kvjax.SnapKV(64), Offload())),
@@ -282,6 +325,7 @@ REFUSED = [
         "every 16 steps, got interval=8",
         lambda: new_cache(chain(clusterkv(), Offload(interval=8)), 1),
     ),
+    ("or as Quantize encodes them", lambda: chain(OtherForm(), clusterkv(), Offload())),
     ("recent_steps must be at least 0, got -1", lambda: Offload(recent_steps=-1)),
 ]
 

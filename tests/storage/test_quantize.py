@@ -576,7 +576,9 @@ def test_chains_that_cannot_work():
     channel, cluster = FORMS["channel"], READING["clusterkv"]
     with pytest.raises(ValueError, match="in one other form"):
         chain(Quantize(8), channel)
-    with pytest.raises(ValueError, match="in another form on the device"):
-        chain(Quantize(8), cluster, kvjax.Offload())
+    with pytest.raises(ValueError, match="fetches slots one by one: take key_axis='token'"):
+        chain(Quantize(4, key_axis="channel"), cluster, kvjax.Offload())
+    placed = chain(Quantize(4), cluster, kvjax.Offload()).parts[0]
+    assert (placed.key_axis, placed.groups_slots) == ("token", False)
     with pytest.raises(ValueError, match="cannot follow"):
         chain(cluster, Quantize(8))

@@ -131,6 +131,9 @@ def quantised(budget: int) -> dict:
         "snapkv_quantize_keys_in_8": chain(snap, Quantize(4, GROUP, key_bits=8)),
         "snapkv_quantize_keys_in_3": chain(snap, Quantize(2, GROUP, key_bits=3)),
         "quantize_channel_infinigen": chain(channel, infinigen(budget)),
+        "quantize_clusterkv_offload": chain(
+            Quantize(4, GROUP, key_bits=8), clusterkv(budget), kvjax.Offload()
+        ),
     }
 
 

@@ -18,6 +18,7 @@ from kvjax.checks import check_count
 from kvjax.protocol import Card, Extent, KVTransform, Stage, Step, View
 from kvjax.serialization import named, pytree_node
 from kvjax.storage.offload.payload import HOST_MEMORY, Offloaded, memory_kinds, not_mapped
+from kvjax.storage.quantize.transform import Quantize
 from kvjax.storage.recent import places
 from pallas_kernels import host_rows
 
@@ -87,6 +88,11 @@ class Offload(KVTransform):
     steps. A step copies only the selected rows that are in neither. The result is exactly that of
     the same method without `Offload`.
 
+    In `chain(Quantize(8), ClusterKV(...), Offload())` rows are encoded in both memories, cross as
+    they are encoded, and are decoded after that: a key or value of 128 channels in bfloat16 takes
+    132 bytes with 8 bits and 80 with 4 instead of 256. `Quantize` encodes each row by itself then,
+    keys of 4 bits and fewer in groups of channels. Numbers of 3 and 2 bits take 4 bits here.
+
     Args:
       recent_steps: R; 1 as in ClusterKV. With 0 every step copies all that it selects in host
         memory, the sinks too: ClusterKV's "direct loading", to compare with.
@@ -94,9 +100,10 @@ class Offload(KVTransform):
         method before, or 320 if it has none.
 
     Raises:
-      TypeError, ValueError: a number out of range; in a chain, no method before that selects slots;
-        from `init_cache`, no chain, a platform without such memory, or an interval that differs
-        from the method's; from `attend` and `flush`, steps that `jax.vmap` maps.
+      TypeError, ValueError: a number out of range; in a chain, no method before that selects slots,
+        or a stored form other than `Quantize`; from `init_cache`, no chain, a platform without such
+        memory, or an interval that differs from the method's; from `attend` and `flush`, steps that
+        `jax.vmap` maps.
 
     Example:
       >>> import kvjax, kvjax.evaluation
@@ -126,6 +133,16 @@ class Offload(KVTransform):
         if self.interval is not None:
             check_count("interval", self.interval, 1)
 
+    def in_chain(self, before: tuple[KVTransform, ...], after: tuple[KVTransform, ...]) -> Offload:
+        """Refuses stored forms other than `Quantize`."""
+        for part in before:
+            if part.stage == Stage.REPRESENT and not isinstance(part, Quantize):
+                raise ValueError(
+                    f"{self!r} keeps rows in host memory as they are, or as Quantize encodes them, "
+                    f"and {part!r} stores them in another form: take one of them"
+                )
+        return self
+
     def extent(self, extent: Extent) -> Extent:
         """Asks for flushes, unless a method before has an interval."""
         if extent.interval is not None:
@@ -149,21 +166,25 @@ class Offload(KVTransform):
                 "Offload must move new tokens when they are indexed, every "
                 f"{cache.interval} steps, got interval={self.interval}"
             )
-        shape, dtype, (lists, length) = cache.k.shape, cache.k.dtype, cache.lists
-        batch, _, slots, head_dim = shape
+        size = min(cache.interval, max(cache.max_new, 1))
+        k, v = (Offloaded.zeros(payload, size) for payload in (cache.k, cache.v))
+        (batch, _, slots, _), (lists, length) = k.shape, cache.lists
         entries = (batch, lists, self.recent_steps * length)
+
+        def none_yet(payload: Offloaded) -> Array | None:
+            store = payload.store
+            return jnp.zeros((*entries, store.shape[3]), store.dtype) if self.recent_steps else None
+
         resident = Resident(
             slots=jnp.full(entries, slots, jnp.int32) if self.recent_steps else None,
-            k=jnp.zeros((*entries, head_dim), dtype) if self.recent_steps else None,
-            v=jnp.zeros((*entries, head_dim), dtype) if self.recent_steps else None,
+            k=none_yet(k),
+            v=none_yet(v),
             selected=jnp.zeros((batch, lists), jnp.int32),
             found=jnp.zeros((batch, lists), jnp.int32),
             fetched=jnp.zeros((batch, lists), jnp.int32),
             steps=jnp.zeros((), jnp.int32),
-            row_bytes=2 * head_dim * dtype.itemsize,
+            row_bytes=sum(x.store.shape[3] * x.store.dtype.itemsize for x in (k, v)),
         )
-        size = min(cache.interval, max(cache.max_new, 1))
-        k, v = (Offloaded.zeros(shape, size, dtype) for _ in range(2))
         return cache.replace(k=k, v=v), resident
 
     def select(self, view: View, state: Resident, query: Array) -> tuple[View, Resident]:
@@ -180,7 +201,15 @@ class Offload(KVTransform):
             for payload, rows in zip((k, v), resident_rows, strict=True)
         )
         stores = not_mapped(k.store), not_mapped(v.store)
-        rows = host_rows(stores, on_device, index, missing, implementation=view.implementation)
+        fetch = functools.partial(
+            host_rows, index=index, missing=missing, implementation=view.implementation
+        )
+        if stores[0].shape == stores[1].shape:
+            rows = fetch(stores, on_device)
+        else:  # keys of other bits than values
+            rows = tuple(
+                fetch((store,), (into,))[0] for store, into in zip(stores, on_device, strict=True)
+            )
         # Entries beyond the length of a list are recent tokens, which need no place.
         entries = (x[:, :, :length] for x in (jnp.where(stored, index, k.shape[2]), *rows))
         state = state.put(*entries)
@@ -197,7 +226,7 @@ class Offload(KVTransform):
             found=state.found + count((selected & resident)[..., view.fixed :]),
             fetched=state.fetched + count(missing),
         )
-        return dataclasses.replace(view, rows=rows), state
+        return dataclasses.replace(view, rows=(k.dense(rows[0]), v.dense(rows[1]))), state
 
     def on_prompt(self, cache: KVCache, state: Resident, step: Step) -> tuple[None, Resident]:
         """Empties the device cache in rows whose slots a prompt has moved."""

@@ -74,7 +74,8 @@ class Quantize(KVTransform):
       key_axis: "channel" as in KIVI, or "token"; 4 bits and fewer only. The slots of a group must
         stay together: if some are freed, or slots are reordered, the group is rounded again in
         every turn, and errors grow. None: "token" in a chain with a method that does so at the end
-        of every prompt (SnapKV, KVMerger, ..., `ClusterKV(clusters=...)`), otherwise "channel".
+        of every prompt (SnapKV, KVMerger, ..., `ClusterKV(clusters=...)`) or with `Offload`,
+        otherwise "channel".
         Behind methods that free slots while decoding, "token" must be given. With "channel", groups
         are rounded once more whenever ClusterKV clusters everything anew.
       residual: M, decode steps after which the complete groups of new tokens are encoded; a
@@ -91,8 +92,8 @@ class Quantize(KVTransform):
     Raises:
       TypeError, ValueError: a number out of range; bits or an axis that is not offered; an option
         that has no effect with these bits. In a chain: groups of slots behind a method that frees
-        slots while decoding; `key_axis="channel"` where a prompt's end frees or reorders slots; a
-        place before `Offload`. From `init_cache`: a head_dim that is odd, no multiple of `group`,
+        slots while decoding; `key_axis="channel"` where a prompt's end frees or reorders slots, or
+        before `Offload`. From `init_cache`: a head_dim that is odd, no multiple of `group`,
         or with 3 and 2 bits no multiple of 8.
 
     Example:
@@ -178,7 +179,8 @@ class Quantize(KVTransform):
     def in_chain(self, before: tuple[KVTransform, ...], after: tuple[KVTransform, ...]) -> Quantize:
         """Keeps groups of slots away from parts that would break them up, or refuses them.
 
-        In a ring, which frees slots all the time, keys are encoded token by token.
+        In a ring, which frees slots all the time, keys are encoded token by token, and so they are
+        where `Offload` fetches them one by one.
         """
         if not self.groups_slots:
             return self
@@ -192,10 +194,16 @@ class Quantize(KVTransform):
                     "while decoding: take key_axis='token'"
                 )
         for part in (*before, *after):
-            if not (part.needs.reordered_slots or frees_at_prompts_end(part)):
+            placed = part.stage == Stage.PLACE
+            if not (placed or part.needs.reordered_slots or frees_at_prompts_end(part)):
                 continue
             if self.key_axis is None:
                 return by_token
+            if placed:
+                raise ValueError(
+                    f"{self!r} encodes groups of slots together, and {part!r} fetches slots one by "
+                    "one: take key_axis='token', which is the default here, or 8 bits"
+                )
             raise ValueError(
                 f"{self!r} encodes groups of slots together, which {part!r} breaks up at the end "
                 "of every prompt, so that they would be rounded again in every turn: take "
