@@ -644,6 +644,19 @@ def long_documents_memory(rows: Sequence[dict[str, Any]]) -> str:
     return markdown([*headings, "processor seconds for 1,000 tokens"], lines)
 
 
+def long_documents_needles(result: dict[str, Any]) -> str:
+    """Needles in documents that are read in pieces and as a whole, by `long_documents.py`."""
+    lines = [
+        [
+            f"`{row['method']}`", f"{row['tokens']:,}",
+            "whole" if row["piece"] is None else f"pieces of {row['piece']:,}",
+            in_percent(row["mean"], row["low"], row["high"]),
+        ]
+        for row in result["found"]
+    ]  # fmt: skip
+    return markdown(["method", "tokens", "read", "needles, %"], lines)
+
+
 def kvpress_losses(rows: Sequence[dict[str, Any]]) -> str:
     """Tabulates what is recovered of the losses of right answers, by `vs_kvpress.py kvzip`."""
     by_method: dict[tuple[str, str], dict[float, str]] = {}
@@ -717,6 +730,7 @@ def tables(folders: dict[str, Results]) -> tuple[list[Results], dict[str, str]]:
         **{f"errors_{name}": page_errors(read(name)) for name in PAGE_RECALL},
         "gpu_loops": gpu_loops(read("gpu_loops_before")["rows"], read("gpu_loops")["rows"]),
         "long_documents_memory": long_documents_memory(read("long_documents_memory_qwen")["rows"]),
+        "long_documents_needles": long_documents_needles(read("long_documents_needles_qwen")),
         "step_times": step_times(read("step_times_smollm2")["rows"]),
         "first": first([folders["needles_small_smollm2"], folders["needles"]]),
         **{made.__name__: made(read("vs_kvpress_kvzip_smollm2")["rows"]) for made in KVZIP},
