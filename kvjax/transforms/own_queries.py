@@ -93,7 +93,7 @@ class OwnQueries(DocumentBudget):
       use: weight of `used`, from 0 to 1; `quoted` has the rest.
       kernel: number of neighbouring tokens, odd, over which `quoted` is averaged before it enters
         the score, with zeros beyond both ends of a document; 1, since 3 recovers less of the prose
-        (RESULTS.md).
+        (docs/results/documents.md).
       piece: tokens of a piece; 256.
 
     Raises:

@@ -112,8 +112,8 @@ class Quest(Recall):
         form, where u decides about the first page too.
       spread: how many deviations bounds are from the mean. None: the paper's bounds. With 1, steps
         that read a tenth keep more of what two models know about prose than with the paper's
-        bounds, and find as many needles or more, by an index of the same size (RESULTS.md, "Pages
-        by means").
+        bounds, and find as many needles or more, by an index of the same size
+        (docs/results/selections.md, "Pages by means").
       estimate: let means stand for the pages that are not attended to.
 
     Raises:

@@ -19,7 +19,7 @@ from kvjax.transforms.own_queries import OwnQueries
 
 _TOKENS = 4096  # of the caches whose bytes are counted
 # Forms, and the share of the tokens below which more tokens in the next form answer better
-# (RESULTS.md, "Answers against bytes").
+# (docs/results/documents.md, "Answers against bytes").
 _FOUR_BITS = 0.25
 _FEW_BITS = {Quantize(2, key_bits=4): 0.2, Quantize(2, key_bits=3): 0.0}
 
@@ -32,7 +32,7 @@ def smallest(share: float, *, head_dim: int, room: int = 256) -> KVTransform:
     in 4, or in 4 bits. A smaller share keeps the tokens that `OwnQueries` scores best, and `ByHead`
     shares them among heads: in 4 bits; where those would leave less than a quarter of the tokens,
     with values in 2 bits; and where those would leave less than a fifth, with keys in 3. How well
-    each of them answers is measured in RESULTS.md, under "Answers against bytes".
+    each of them answers is measured in docs/results/documents.md, under "Answers against bytes".
 
     Args:
       share: of the bytes, in (0, 1].

@@ -54,9 +54,10 @@ class ClusterKV(Recall):
     Slots are stored cluster by cluster. So a cluster is a range of slots, and the list of slots
     follows from prefix sums over cluster sizes.
 
-    The defaults come from measurements on SmolLM2-135M (RESULTS.md, "ClusterKV's clusters"):
-    clusters of fewer tokens than the paper's find more needles, and have a smaller error, as has
-    the largest score of a group beside its mean; few rounds of k-means find as many as many do.
+    The defaults come from measurements on SmolLM2-135M (docs/results/selections.md, "ClusterKV's
+    clusters"): clusters of fewer tokens than the paper's find more needles, and have a smaller
+    error, as has the largest score of a group beside its mean; few rounds of k-means find as many
+    as many do.
 
     Args:
       budget: slots to attend to per KV head, sinks included; generated tokens that are not yet
@@ -108,9 +109,9 @@ class ClusterKV(Recall):
       The paper's method is `ClusterKV(budget, tokens_per_cluster=80, new_clusters=4, chunk=None)`
       with as many `iterations` as it takes until no label changes. With 80 tokens a cluster a small
       model finds fewer needles; fewer rounds and chunks take less time and lose nothing that can be
-      told (RESULTS.md, "ClusterKV's clusters"). Clustering is not overlapped with the attention of
-      its layer, nor does the next layer go on beside it, as in the paper: one device runs JAX's
-      programs one after the other (docs/design/recall.md). The paper has no further turns and no
+      told (docs/results/selections.md, "ClusterKV's clusters"). Clustering is not overlapped with
+      the attention of its layer, nor does the next layer go on beside it, as in the paper: one
+      device runs JAX's programs one after the other (docs/design/recall.md). The paper has no further turns and no
       `estimate`. Here the tokens of a further turn are clustered among themselves, and existing
       clusters stay. Everything is clustered anew in these cases: the turn has more than `chunk`
       tokens; a method before has evicted or merged clustered tokens; there is no room for more

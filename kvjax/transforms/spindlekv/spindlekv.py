@@ -42,8 +42,8 @@ class SpindleKV(KVTransform):
     Deviations from the paper:
       Both parts deviate as their own descriptions say. By default books may be full, and heads are
       not unfolded, which in the paper is the weaker form where query heads share keys. On the
-      bundled model unfolding finds fewer needles (RESULTS.md, "Cost of every part"); other models
-      have not been measured, nor has SmolLM2 with `capacity=1.0`.
+      bundled model unfolding finds fewer needles (docs/results/costs.md, "Cost of every part");
+      other models have not been measured, nor has SmolLM2 with `capacity=1.0`.
     """
 
     reserve: float
