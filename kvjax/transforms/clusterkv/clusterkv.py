@@ -111,14 +111,14 @@ class ClusterKV(Recall):
       model finds fewer needles; fewer rounds and chunks take less time and lose nothing that can be
       told (docs/results/selections.md, "ClusterKV's clusters"). Clustering is not overlapped with
       the attention of its layer, nor does the next layer go on beside it, as in the paper: one
-      device runs JAX's programs one after the other (docs/design/recall.md). The paper has no further turns and no
-      `estimate`. Here the tokens of a further turn are clustered among themselves, and existing
-      clusters stay. Everything is clustered anew in these cases: the turn has more than `chunk`
-      tokens; a method before has evicted or merged clustered tokens; there is no room for more
-      clusters; the prompt before was shorter than `sinks`, so that tokens of this one are sinks
-      too; or `clusters` is given, which is the number of all clusters. A row that got no token in
-      some steps has fewer than `interval` new tokens when a flush must make room. They are
-      clustered all the same, and join the row's last cluster if there is no room for further
+      device runs JAX's programs one after the other (docs/design/recall.md). The paper has no
+      further turns and no `estimate`. Here the tokens of a further turn are clustered among
+      themselves, and existing clusters stay. Everything is clustered anew in these cases: the turn
+      has more than `chunk` tokens; a method before has evicted or merged clustered tokens; there is
+      no room for more clusters; the prompt before was shorter than `sinks`, so that tokens of this
+      one are sinks too; or `clusters` is given, which is the number of all clusters. A row that got
+      no token in some steps has fewer than `interval` new tokens when a flush must make room. They
+      are clustered all the same, and join the row's last cluster if there is no room for further
       clusters. Behind a method that evicts or merges, the sinks are the first tokens that remain.
     """
 
