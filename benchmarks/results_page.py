@@ -49,7 +49,7 @@ CHOSEN = (
     "clusterkv", "quest", "quest(spread=None)", "infinigen", "quantize",
     "chain(quantize, clusterkv)",
 )  # fmt: skip
-"""The methods of README.md; docs/results has all of them."""
+"""The methods of the table in RESULTS.md; docs/results has all of them."""
 
 FOUND = {
     # arguments of `kvjax generate` in a situation → the row of the results, and what is said of it
@@ -83,7 +83,7 @@ FIRST = {
         "by_head(kvzip(budget=0.2, room=64), profile='heads.safetensors')", None,
     ),
 }  # fmt: skip
-"""The methods of the table that README.md begins with, and their rows of the results."""
+"""The methods of the first table of times in RESULTS.md, and their rows of the results."""
 
 PAGE_RECALL = "page_recall_smollm2", "page_recall_qwen"
 RECALL_ANSWERS = "recall_answers_smollm2", "recall_answers_qwen"
