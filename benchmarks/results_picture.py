@@ -1,4 +1,4 @@
-"""Draws README's picture: the needles that SmolLM2 finds, by method and budget.
+"""Draws RESULTS.md's picture of needles: those that SmolLM2 finds, by method and budget.
 
     python benchmarks/results_picture.py --out benchmarks/results/smollm2/choose.png
 
