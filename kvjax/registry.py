@@ -105,7 +105,7 @@ def register(name: str, method: type[KVTransform]) -> None:
         raise TypeError(f"method must be a subclass of kvjax.KVTransform, got {method!r}{hint}")
     if not (name.isascii() and name.isidentifier()) or keyword.iskeyword(name):
         raise ValueError(
-            f"name must be a word of letters, digits and underscores that is no word of Python's, "
+            "name must be a word of letters, digits and underscores that is not a word of Python's, "
             f"got {name!r}"
         )
     source_of(method)  # is remembered as it is now
@@ -246,7 +246,7 @@ def _literal(method: str, field: str, value: object) -> str:
     except (ValueError, SyntaxError):
         same = False
     if not same:
-        raise ValueError(f"{field} of {method} is no Python literal, got {text:.200}")
+        raise ValueError(f"{field} of {method} is not a Python literal, got {text:.200}")
     return text
 
 

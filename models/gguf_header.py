@@ -153,7 +153,7 @@ def _read(path: Path, data: mmap.mmap) -> GgufHeader:
     reader = _Reader(data)
     magic = reader.take(4)
     if magic != b"GGUF":
-        raise ValueError(f"this is no GGUF file: it begins with {magic!r}, expected b'GGUF'")
+        raise ValueError(f"this is not a GGUF file: it begins with {magic!r}, expected b'GGUF'")
     version, count, entries = reader.unpack("<IQQ")
     # A known version in the other byte order.
     if version in (known << 24 for known in _VERSIONS):

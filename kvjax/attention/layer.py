@@ -127,7 +127,7 @@ class Reading:
       rows: the rows that had tokens in the prompt so far.
       length_before: tokens of each row before the prompt.
       queries: each row's last W queries, where the transform looks at them; None otherwise.
-      record: what the transform's probe has noted; None: it has none, or this is no document.
+      record: what the transform's probe has noted; None: it has none, or this is not a document.
       rope: the last chunk's.
       options: scale, window, soft cap and sinks of its attention.
       phase: of the last call; None: nothing has been read (static).

@@ -15,14 +15,14 @@ def positions_of(
     mask: Bool[Array, "B T"] | Int[Array, "B T"] | np.ndarray | Sequence,
     start: Int[Array, " B"] | Sequence[int] | int = 0,
 ) -> Int[Array, "B T"]:
-    """Token positions for `attend`, from a mask of the tokens that are no padding.
+    """Token positions for `attend`, from a mask of the tokens that are not padding.
 
     The tokens of a row are counted from 0, wherever padding stands: at the left, at the right or
     between them. Padding gets -1.
 
     Args:
       mask: True, or a number other than 0, where there is a token, as in `attention_mask` and
-        `padding_mask`. Segments that other libraries pack into one row are no rows of a cache: a
+        `padding_mask`. Segments that other libraries pack into one row are not rows of a cache: a
         row is one text.
       start: position of each row's first token; the row's length so far in a further turn.
 

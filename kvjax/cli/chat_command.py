@@ -178,7 +178,7 @@ class Chat:
             self._save(argument)
         else:
             name, hint = printable(command, 40), did_you_mean(command, COMMANDS)
-            print_line(f"{name} is no command, but with a space before it a turn{hint}", "dim")
+            print_line(f"{name} is not a command, but with a space before it a turn{hint}", "dim")
             print_line(HELP, "dim")
 
     def say(self, text: str, interrupts: Interrupts) -> None:

@@ -53,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new", metavar="N", type=int,
         help="most new tokens (default: 128, for the bundled question 16)")  # fmt: skip
     parser.add_argument("--stop", metavar="TEXT", type=options.stop_text, action="append",
-        default=[], help="ends the text, and is no part of it, with names of special tokens for "
+        default=[], help="ends the text, and is not part of it, with names of special tokens for "
         "these tokens; may be given several times")  # fmt: skip
     options.add_sampling(parser)
 

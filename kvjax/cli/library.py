@@ -20,7 +20,7 @@ def places(files: Sequence[str], library: Path) -> list[Path]:
         something else.
     """
     if library.exists() and not library.is_dir():
-        raise ValueError(f"{library} is in the way, and stays as it is: it is no folder")
+        raise ValueError(f"{library} is in the way, and stays as it is: it is not a folder")
     if holds_context(library):
         raise ValueError(
             f"{library} is in the way, and stays as it is: it is the folder of one document, and "
@@ -41,7 +41,7 @@ def places(files: Sequence[str], library: Path) -> list[Path]:
 
 
 def documents(folder: str | Path) -> list[Path]:
-    """Returns the folders of the documents in a library, by name; none: it is no library."""
+    """Returns the folders of the documents in a library, by name; none: it is not a library."""
     folder = Path(folder)
     if not folder.is_dir() or holds_context(folder):
         return []

@@ -63,7 +63,7 @@ class HeadProfile(Calibration):
 
     def __post_init__(self):
         super().__post_init__()
-        shares(self.table, 1.0)  # raises where it is no profile
+        shares(self.table, 1.0)  # raises where it is not a profile
 
 
 @named("by_head")

@@ -285,7 +285,7 @@ def save_calibration(
         "others": json.dumps(others_of(calibration)),
         "model": json.dumps(Fingerprint.of(as_functional(model)).content),
     }
-    # Written here, since errors of safetensors' own writing are no OSError.
+    # Written here, since errors of safetensors' own writing are not OSErrors.
     write_whole(Path(path), save(calibration.arrays, metadata=about))
 
 
@@ -354,7 +354,7 @@ def _read(path: Path, model: Any) -> tuple[Calibration, Learner]:
 
 
 def others_of(calibration: Calibration) -> dict[str, Any]:
-    """Returns the fields of a calibration that are no arrays, as JSON holds them."""
+    """Returns the fields of a calibration that are not arrays, as JSON holds them."""
     return {name: to_json(x) for name, x in calibration.others.items()}
 
 

@@ -237,10 +237,10 @@ def check_free(folder: Path) -> None:
     if not folder.exists():
         return
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder of a context")
+        raise ValueError(f"{folder} is not the folder of a context")
     for place in folder.iterdir():
         if not is_hidden(place) and not _is_checkpoint(place):
-            raise ValueError(f"{folder} is no folder of a context: it holds {place.name}")
+            raise ValueError(f"{folder} is not the folder of a context: it holds {place.name}")
 
 
 def holds_context(folder: Path) -> bool:
@@ -268,12 +268,12 @@ def _steps(folder: Path) -> list[Path]:
 def _newest(folder: Path) -> Path:
     """Returns the newest complete checkpoint; raises ValueError if there is none."""
     if not folder.exists():
-        raise ValueError(f"{folder} is no folder of a context: it does not exist")
+        raise ValueError(f"{folder} is not the folder of a context: it does not exist")
     if folder.is_dir() and (steps := _steps(folder)):
         return max(steps, key=lambda x: int(x.name))
     check_free(folder)
     raise ValueError(
-        f"{folder} is no folder of a context: it holds none, or one whose save was interrupted"
+        f"{folder} is not the folder of a context: it holds none, or one whose save was interrupted"
     )
 
 

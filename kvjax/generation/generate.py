@@ -68,7 +68,7 @@ def read(
       max_new: most tokens of a row that the model writes, all turns together.
       max_length: length of text by which a model decides what depends on it (LongRoPE, dynamic
         NTK), once for this context and all that go on from it. The default is `max_new` plus
-        `max_prompt`, or plus the longest prompt if no `max_prompt` is given. It is no limit, and
+        `max_prompt`, or plus the longest prompt if no `max_prompt` is given. It is not a limit, and
         counts as the model's positions if it is more.
       piece: tokens of a piece; None: the whole prompt is one.
       on_piece: called with the context behind each piece but the last one. It is awake, and the

@@ -38,7 +38,7 @@ class Moments(NamedTuple):
         Args:
           before: mass of the rows before it.
         """
-        # Nothing of the page before stays, not even what is no number.
+        # Nothing of the page before stays, not even what is not a number.
         mean, variance = (
             jnp.where(before > 0, old, new) for old, new in zip(self, (row, 0.0), strict=True)
         )

@@ -68,7 +68,7 @@ def test_a_form_that_takes_no_more_and_loses_nothing_is_named(chat):
 def test_commands_of_the_conversation(chat):
     out, err = chat("/byte", " /quit ", "never said")
     assert out == ""
-    assert err.startswith("/byte is no command, ") and "; did you mean /bytes?\n" in err
+    assert err.startswith("/byte is not a command, ") and "; did you mean /bytes?\n" in err
     assert err.endswith(f"{HELP}\n") and len(HELP) <= 80 and len(LEAVING) <= 80
     assert chat() == ("", "")
 

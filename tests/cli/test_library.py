@@ -215,7 +215,7 @@ def test_what_is_refused_is_refused_at_once(capsys, no_weights, files, tinystori
     (tmp_path / "long.txt").write_text(TEXTS["Lily"] * 9)
     said = refused(files[0], tmp_path / "long.txt")
     assert f"{tmp_path / 'long.txt'}: the model has 512 positions" in said
-    assert "it is no folder" in refused(*files, options=("--out", twin, *args[2:]))
+    assert "it is not a folder" in refused(*files, options=("--out", twin, *args[2:]))
     assert not out.exists()
     (out / "Mia").mkdir(parents=True)
     (out / "Mia" / "letter.txt").write_text("a letter")

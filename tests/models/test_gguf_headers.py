@@ -117,7 +117,7 @@ def array(kind: int, count: int) -> bytes:
     ("content", "message"),
     [
         (b"", "model.gguf"),
-        (b"GGML" + bytes(20), "this is no GGUF file: it begins with b'GGML', expected b'GGUF'"),
+        (b"GGML" + bytes(20), "this is not a GGUF file: it begins with b'GGML', expected b'GGUF'"),
         (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 1 of GGUF is not supported; supp.* 2, 3"),
         (b"GGUF" + struct.pack("<IQQ", 3 << 24, 0, 0), "a big-endian GGUF file is not supported"),
         (header(count=2**63), "bytes more than the file has"),

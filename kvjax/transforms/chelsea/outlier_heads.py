@@ -30,7 +30,7 @@ class OutlierHeads(Calibration):
       num_layers, kv_heads: numbers of layers and KV heads of the model.
 
     Raises:
-      TypeError: `heads` is no tuple of pairs of ints; a count is no int.
+      TypeError: `heads` is not a tuple of pairs of ints; a count is not an int.
       ValueError: a head lies outside the model or is named twice, or all heads are named.
 
     Example:
@@ -84,7 +84,7 @@ class OutlierHeads(Calibration):
         For a share, `B = f · T`, it is a share again.
 
         Raises:
-          TypeError: `budget` is no number.
+          TypeError: `budget` is not a number.
           ValueError: the outlier heads use up the whole share.
 
         Example:

@@ -40,7 +40,7 @@ class Points(NamedTuple):
     ) -> tuple[Float[Array, "B H C D"], Float[Array, "B H C"]]:
         """Returns the mean of the clusters' values, each as heavy as its mass, and their masses."""
         mass = jnp.where(self.members, self.mass, 0.0)
-        # Nothing of other slots is added, not even what is no number.
+        # Nothing of other slots is added, not even what is not a number.
         rows = jnp.where(self.members[..., None], self.values.astype(jnp.float32), 0.0)
         total, of_cluster = (
             sum_into(label, x, clusters, implementation=implementation)

@@ -29,7 +29,7 @@ class InfiniGenCalibration(Calibration):
       projections: P of every layer and KV head, from D channels to r, `[layers, H, D, r]`.
 
     Raises:
-      TypeError: `projections` is no array of floats.
+      TypeError: `projections` is not an array of floats.
       ValueError: the array does not have four axes, is empty, has more than D channels, or holds a
         number that is not finite.
 

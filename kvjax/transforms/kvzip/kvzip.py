@@ -42,7 +42,7 @@ class KVzip(DocumentBudget):
         has 2,000. Pieces are shorter where the model has fewer positions behind the document.
 
     Raises:
-      TypeError, ValueError: `budget` is no number, below `sinks + window + 1` or a share outside
+      TypeError, ValueError: `budget` is not a number, below `sinks + window + 1` or a share outside
         (0, 1]; a count is negative; an even kernel.
 
     Example:
