@@ -190,7 +190,7 @@ def test_what_others_wrote_stays(tmp_path, saved, name):
     with pytest.raises(ValueError, match=f"it holds {Path(name).parts[0]}$"):
         save(tmp_path / "own", saved[1])
     assert place.read_text() == "mine" and len(list(place.parent.iterdir())) == 1
-    with pytest.raises(ValueError, match="no folder of a context"):
+    with pytest.raises(ValueError, match="not the folder of a context"):
         kvjax.load_context(tmp_path / "own", model())
 
 
@@ -209,7 +209,7 @@ def test_folders_that_are_none(saved, tmp_path):
     with pytest.raises(ValueError, match="does not exist"):
         kvjax.load_context(tmp_path / "missing", model())
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ValueError, match="no folder of a context"):
+    with pytest.raises(ValueError, match="not the folder of a context"):
         kvjax.load_context(tmp_path / "file", model())
     with pytest.raises(ValueError, match="what JSON can hold"):
         kvjax.save_context(tmp_path / "own", saved[1], model=model(), about={"x": {1, 2}})
