@@ -1,4 +1,4 @@
-"""What the benchmarks share: times, memory of layers, and JSON files with device and versions."""
+"""Times, memory of layers, and JSON files with device and versions, for all benchmarks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every method does to a real model: the commands behind the tables of methods.
+"""Runs every method on a real model: the commands behind the tables of methods.
 
     python benchmarks/every_method.py qwen --model FILE --text essays.txt \\
         --wikitext wikitext2.test.txt --squad dev-v2.0.json --code code.txt --cases 50 \\

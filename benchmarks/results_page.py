@@ -560,7 +560,7 @@ def step_times(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def speed(rows: Sequence[dict[str, Any]]) -> str:
-    """Of `kvjax bench`, with columns for numbers of tokens where there are several."""
+    """Times of `kvjax bench`, with columns for numbers of tokens where there are several."""
     varied = [
         (name, heading)
         for name, heading in (("prompt_tokens", "tokens"), ("new_tokens", "new"))

@@ -308,7 +308,7 @@ def _decoded(values, scale, low, axis: Axis, start: Array | int, count: int, liv
     """Decodes the rows of a block to float32: one array, or one per half of the channels.
 
     Returns the arrays and a factor per slot, by which its row must still be multiplied (None: there
-    are not factors). With `live`, rows without a live slot are finite; without, rows are as stored.
+    are no factors). With `live`, rows without a live slot are finite; without, rows are as stored.
     """
     slots = values.shape[2]
 

@@ -269,7 +269,7 @@ def test_another_command_begins_anew(read, document, tmp_path, monkeypatch, chan
 
 @pytest.mark.slow
 def test_a_document_of_more_tokens_than_positions(capsys, read, document, tinystories, tmp_path):
-    """Of a method whose tokens have positions in the cache; others are refused at once."""
+    """Tokens have positions in the cache by one method; others are refused at once."""
     document.write_text(TEXT * 16)
     size = "--budget", "64", "--max-questions", "32", "--max-new", "8", "--piece", "128"
     args = "read", document, "--out", tmp_path / "out", "--model", tinystories, *size

@@ -101,7 +101,7 @@ def test_their_loop_and_kvjax_generate(llama, sides, method):
 
 @pytest.mark.parametrize("sides", [AxisType.Auto], indirect=True)
 def test_a_document_is_read_and_asked_about(llama, sides):
-    """With everything kept, the answer is that of the whole text; and a budget is kept to."""
+    """Everything kept gives the answer of the whole text; and a budget is kept to."""
     cfg, params, _, adapter = sides
     model, questions = adapter.functional(cfg, params), [[5, 6, 9], [7, 8]]
     whole = [prompt + question for prompt, question in zip(prompts(), questions, strict=True)]

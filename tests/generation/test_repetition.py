@@ -215,7 +215,7 @@ def test_scores_of_another_shape():
 
 
 def test_scores_of_what_no_probe_notes():
-    """As of a method whose `needs` were forgotten, before anything is read."""
+    """A method whose `needs` were forgotten is refused before anything is read."""
 
     class Forgets(kvjax.kit.DocumentBudget):
         def scores(self, cache, state, step, document):

@@ -99,7 +99,7 @@ FORMS = {
 
 @pytest.mark.parametrize("name", some_slow(FORMS, "4 bits", "float8"))
 def test_encoded_rows_cross_and_are_those_without_offload(name):
-    """What is stored is the same bit for bit, also after a further turn."""
+    """Rows are stored the same bit for bit, also after a further turn."""
     form, case = FORMS[name]
     recent = case.get("recent", 1)
     tx = clusterkv(per_query_head=case.get("per_query_head", False))
