@@ -155,8 +155,8 @@ def test_where_a_conversation_is_saved(chat, new, book, tmp_path):
         "there is nothing to save yet",
         "/save needs the name of a folder",
         f"{document} holds another context, and stays as it is",
-        f"{tmp_path / 'letters'} is in the way, and stays as it is: {tmp_path / 'letters'} is no "
-        "folder of a context: it holds letter.txt",
+        f"{tmp_path / 'letters'} is in the way, and stays as it is: {tmp_path / 'letters'} is not "
+        "the folder of a context: it holds letter.txt",
         *[f"saved: kvjax chat {talk} goes on from here"] * 2,
         "/save needs the name of a folder",
     ]
