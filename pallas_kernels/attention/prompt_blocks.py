@@ -45,8 +45,10 @@ KEY_BLOCK = 256
 MOST_SLOTS = 1024
 MOST_LOGITS = 1_250_000  # of a tile over all rows and heads
 # Weights of a block of one head's queries with all slots, where they are held: 12 MB. Twice as many
-# are hardly faster.
+# are hardly faster. But a block has so many rows of queries at least, since products of few rows are
+# slow: with 16,000 slots, 168 rows took 1.6 times as long as attention alone, and 336 rows 1.2 times.
 MOST_HELD = 3_000_000
+LEAST_ROWS = 384
 # Elsewhere each block costs a few launches, so a few large blocks should be best. Not measured yet.
 ACCELERATOR_BLOCK = 1024
 
@@ -324,7 +326,8 @@ class _Blocks(NamedTuple):
         """Cuts queries and slots; `held`: whether weights of a block with all slots are held."""
         q = queries.q
         heads = counted_rows(q) * q.shape[1] * q.shape[2]
-        most = max(MOST_HELD // (heads * seen.places) // 8 * 8, 8) if held else q.shape[3]
+        rows = max(MOST_HELD // seen.places, LEAST_ROWS)
+        most = max(rows // heads // 8 * 8, 8) if held else q.shape[3]
         query_size, key_size = _block_sizes(heads, q.shape[3], seen.places, window, most)
         # As many blocks as these, of one size: else the last one would be computed for few queries.
         query_size = -(-q.shape[3] // -(-q.shape[3] // query_size))

@@ -170,7 +170,8 @@ def test_a_prompt_in_blocks_as_large_as_they_are():
 
 
 def test_blocks_of_few_queries_where_logits_of_all_slots_are_many(monkeypatch):
-    monkeypatch.setattr(prompt_blocks, "MOST_HELD", 1)  # 8 queries at a time, the fewest
+    monkeypatch.setattr(prompt_blocks, "MOST_HELD", 1)
+    monkeypatch.setattr(prompt_blocks, "LEAST_ROWS", 1)  # 8 queries at a time, the fewest
     check(Case(Shape(group=2, dim=8, tokens=150, slots=300)), "xla")
 
 
