@@ -77,7 +77,7 @@ def qwen(args: argparse.Namespace) -> Parts:
     """Returns the parts of Qwen2.5-Coder-0.5B-Instruct, by name."""
     every, six = ",".join(METHODS), ",".join(SIX)
     essays, wiki = ["--text", args.text], ["--text", args.wikitext]
-    return {
+    parts = {
         "needles": run(NEEDLES[:1], every, "4096", args.cases, *essays, "--max-new", "10"),
         "squad": run(("squad",), every, "4096", args.cases, "--data", args.squad,
                      "--question", "after"),
@@ -89,6 +89,8 @@ def qwen(args: argparse.Namespace) -> Parts:
         "lengths_needles": run(NEEDLES[:1], six, "8192,16384,32000", 10, *essays,
                                "--max-new", "10"),
     }  # fmt: skip
+    # Tables of the pages name a folder of results, so that no two may be called alike.
+    return {f"{name}_qwen": words for name, words in parts.items()}
 
 
 SUITES = {"smollm2": smollm2, "qwen": qwen}
