@@ -45,8 +45,8 @@ KEY_BLOCK = 256
 MOST_SLOTS = 1024
 MOST_LOGITS = 1_250_000  # of a tile over all rows and heads
 # Weights of a block of one head's queries with all slots, where they are held: 12 MB. Twice as many
-# are hardly faster. But a block has so many rows of queries at least, since products of few rows are
-# slow: with 16,000 slots, 168 rows took 1.6 times as long as attention alone, and 336 rows 1.2 times.
+# are hardly faster. But a block has so many rows of queries at least, since products of few rows
+# are slow: with 16,000 slots, 168 rows took 1.6 times as long as attention alone, 336 rows 1.2.
 MOST_HELD = 3_000_000
 LEAST_ROWS = 384
 # Elsewhere each block costs a few launches, so a few large blocks should be best. Not measured yet.
