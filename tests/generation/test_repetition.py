@@ -239,3 +239,16 @@ def test_a_key_that_scores_miss_elsewhere():
     with pytest.raises(KeyError) as raised:
         foreseen(Weighs(0.5), "prompt")
     assert raised.value.args == ("received",)
+
+
+def test_scores_of_a_record_that_was_mapped():
+    """What `scores` gets is a pytree, as every record is."""
+
+    class Halves(kvjax.kit.DocumentBudget):
+        needs = property(lambda self: Needs(probe=kvjax.kit.Received()))
+
+        def scores(self, cache, state, step, document):
+            return jax.tree.map(lambda x: x / 2, step.record).slots["received"]
+
+    decision = foreseen(Halves(0.5), "prompt")
+    assert decision.score.shape == decision.always.shape
