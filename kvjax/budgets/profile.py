@@ -150,12 +150,11 @@ def rectangles(
     tokens: int,
     *,
     at_most: int = 3,
-    minimum: int = 1,
     saves: float = 0,
 ) -> tuple[Rectangle, ...]:
     """Groups the heads of a layer so that they take the fewest slots in so few rectangles.
 
-    A head needs `max(⌊share · tokens⌋, minimum)` slots, and has as many as the largest head of its
+    A head needs `max(⌊share · tokens⌋, 1)` slots, and has as many as the largest head of its
     rectangle. Slots in total, Σ heads · slots, are fewest for rectangles of neighbours in the order
     of sizes, which dynamic programming finds. Among equally good ways, the one with the fewest
     rectangles is taken, then the one whose largest rectangles have the fewest heads.
@@ -164,7 +163,6 @@ def rectangles(
       shares_of_layer: share of its tokens that each head keeps, in [0, 1].
       tokens: tokens of which these are shares.
       at_most: number of rectangles at most.
-      minimum: slots of a head at least.
       saves: slots that each further rectangle must save.
 
     Returns:
@@ -179,7 +177,7 @@ def rectangles(
       Rectangle(heads=(0, 2, 3), slots=60)
     """
     each = np.asarray(shares_of_layer, np.float64)
-    needed = slots_of_shares(each, tokens, minimum).tolist()
+    needed = slots_of_shares(each, tokens, minimum=1).tolist()
     order = sorted(range(each.size), key=lambda head: (-needed[head], head))
 
     def cost(first: int, end: int) -> float:
