@@ -1,15 +1,12 @@
 """Decode steps of this checkout against those of another one, method by method and turn by turn.
 
-    python benchmarks/against.py --other ../before --out benchmarks/results/against_cpu.json
+    python benchmarks/against.py --other ../before --out against_cpu.json
 
 A process of each checkout reads the same prompt into one attention layer of Llama-3.1-8B's shape.
 Then both run loops of 32 steps, one process after the other, so that drift of the machine hits both
 alike. Intervals are 32 steps: whatever a method does with new tokens every few steps happens once
 in every loop, or in one call after it. `ratio` divides the median of this checkout by that of the
-other one; below 1 this checkout is faster. `against_cpu_again.json` is a later run of
-the stored forms (`--methods`), whose new rows are read in another way since, and
-`against_cpu_kernels.json` one against 891311f, before prompts and their compression had kernels
-and stored forms were rotated.
+other one; below 1 this checkout is faster.
 
 The other checkout needs a `.venv` of its own, with its own kvjax, and `benchmarks/decode_step.py`.
 """

@@ -37,11 +37,7 @@ def write_gate(file: Path) -> None:
     """Writes the page's class `Gate` into a module that registers it."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     block = next(block for block in blocks if "class Gate(" in block)
-    imports = (
-        "import jax\nimport jax.numpy as jnp\nimport kvjax\nfrom dataclasses import dataclass\n"
-    )
-    imports += "from kvjax.kit import pytree_node\n"
-    file.write_text(f'{imports}\n{block}\nkvjax.register("gate", Gate)\n')
+    file.write_text(f'{IMPORTS}\n{block}\nkvjax.register("gate", Gate)\n')
 
 
 def main() -> None:

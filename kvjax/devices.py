@@ -45,7 +45,7 @@ def all_heads(x: Array, heads: int | None, axis: int = 1) -> Array:
     return jax.lax.all_gather(x, TENSOR, axis=axis, tiled=True)
 
 
-def own_heads(x: Array, own: int, axis: int = 1) -> Array:
+def own_heads(x: Array, own: int) -> Array:
     """Returns the `own` heads of this device in an array of all heads: the reverse of `all_heads`.
 
     Example:
@@ -54,9 +54,9 @@ def own_heads(x: Array, own: int, axis: int = 1) -> Array:
       >>> own_heads(jnp.array([[3, 5]]), own=2).tolist()
       [[3, 5]]
     """
-    if x.shape[axis] == own:
+    if x.shape[1] == own:
         return x
-    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(TENSOR) * own, own, axis)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(TENSOR) * own, own, axis=1)
 
 
 def head_numbers(own: int, heads: int | None) -> Int[Array, " H"]:

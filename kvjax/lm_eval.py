@@ -36,7 +36,7 @@ from kvjax.cli.opened import kept_sample
 from kvjax.evaluation import answer_losses
 from kvjax.generation.chat import raw_tokens
 from kvjax.generation.continuation import TextDecoder
-from kvjax.generation.generate import read_awake
+from kvjax.generation.generate import AskedSizes, read_awake
 from kvjax.generation.model import as_functional
 from kvjax.generation.prompt_checks import bucket
 from kvjax.models import from_pretrained, load_tokenizer
@@ -221,10 +221,12 @@ class KVJaxLM(TemplateLM):
         """
         answers = {number: requests[number][2] for _, number in rows}
         longest = max(map(len, answers.values()))
+        sizes = AskedSizes(
+            bucket(longest, None, None), max_length=max(map(len, contexts)) + longest
+        )
         read = read_awake(
-            self.model, contexts, transform=self.transform, max_new=bucket(longest, None, None),
-            max_length=max(map(len, contexts)) + longest, document=self.tokenizer,
-        )  # fmt: skip
+            self.model, contexts, sizes=sizes, transform=self.transform, document=self.tokenizer
+        )
         for batch in _batches(rows, self.batch_size):
             # Steps of fewer rows would be compiled again: the last row fills the batch.
             filled = [*batch, *batch[-1:] * (self.batch_size - len(batch))]

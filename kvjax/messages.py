@@ -84,7 +84,7 @@ def _letters(name: str) -> str:
     return "".join(character for character in name.casefold() if character not in "-_ ")
 
 
-def one_line(error: Exception, most: int = 1000) -> str:
+def one_line(error: Exception) -> str:
     """Returns the message of another library's exception in one line; its type if it has none.
 
     Example:
@@ -92,7 +92,7 @@ def one_line(error: Exception, most: int = 1000) -> str:
       >>> one_line(RuntimeError("no\\nnetwork")), one_line(KeyError())
       ('no network', 'KeyError')
     """
-    return printable(" ".join(str(error).split()), most) or type(error).__name__
+    return printable(" ".join(str(error).split())) or type(error).__name__
 
 
 @contextlib.contextmanager

@@ -21,6 +21,8 @@ from kvjax.checks import check_part
 THRESHOLDS = 64  # steps of the ladder, of 12 % each at the default smallest share
 SMALLEST_SHARE = 1e-3  # smallest share of all tokens that a threshold stands for
 SAFEGUARD = 0.2  # part of a budget that all heads get alike, as in Ada-KV (arXiv 2407.11550)
+_MOST_LAYOUTS = 9
+_LEAST_SAVING = 0.02  # of a further rectangle or layout, as a share of the slots that heads need
 
 Profile = Float[np.ndarray, "N H K"]
 """Share of the tokens of head h in layer n at step k of a ladder, from nothing (0) to all (1)."""
@@ -148,12 +150,11 @@ def rectangles(
     tokens: int,
     *,
     at_most: int = 3,
-    minimum: int = 1,
     saves: float = 0,
 ) -> tuple[Rectangle, ...]:
     """Groups the heads of a layer so that they take the fewest slots in so few rectangles.
 
-    A head needs `max(⌊share · tokens⌋, minimum)` slots, and has as many as the largest head of its
+    A head needs `max(⌊share · tokens⌋, 1)` slots, and has as many as the largest head of its
     rectangle. Slots in total, Σ heads · slots, are fewest for rectangles of neighbours in the order
     of sizes, which dynamic programming finds. Among equally good ways, the one with the fewest
     rectangles is taken, then the one whose largest rectangles have the fewest heads.
@@ -162,7 +163,6 @@ def rectangles(
       shares_of_layer: share of its tokens that each head keeps, in [0, 1].
       tokens: tokens of which these are shares.
       at_most: number of rectangles at most.
-      minimum: slots of a head at least.
       saves: slots that each further rectangle must save.
 
     Returns:
@@ -177,7 +177,7 @@ def rectangles(
       Rectangle(heads=(0, 2, 3), slots=60)
     """
     each = np.asarray(shares_of_layer, np.float64)
-    needed = slots_of_shares(each, tokens, minimum).tolist()
+    needed = slots_of_shares(each, tokens, minimum=1).tolist()
     order = sorted(range(each.size), key=lambda head: (-needed[head], head))
 
     def cost(first: int, end: int) -> float:
@@ -227,28 +227,18 @@ class Layout(NamedTuple):
     rectangles: tuple[Rectangle, ...]
 
 
-def layouts(
-    shares_of_layers: Float[np.ndarray, "N H"],
-    tokens: int,
-    *,
-    at_most: int = 3,
-    kinds: int = 9,
-    saves: float = 0.02,
-) -> tuple[Layout, ...]:
+def layouts(shares_of_layers: Float[np.ndarray, "N H"], tokens: int) -> tuple[Layout, ...]:
     """Groups layers that need similar numbers of slots, so that few layouts serve all of them.
 
     Each layout is compiled once. Its head of rank r has room for the heads of rank r in all its
-    layers. Layers are ordered by what they need in all, and cut into at most `kinds` runs, so that
-    all layers together take the fewest slots. Fewer layouts take more slots than the heads need.
+    layers. Layers are ordered by what they need in all, and cut into at most 9 runs, so that all
+    layers together take the fewest slots. Fewer layouts take more slots than the heads need. Each
+    further rectangle of a layer, and each further layout, must save a fiftieth of the slots that
+    heads need: they cost time while a step is compiled, and rectangles in each step.
 
     Args:
       shares_of_layers: share of its tokens that each head keeps, in [0, 1].
       tokens: tokens of which these are shares.
-      at_most: number of rectangles of a layer at most.
-      kinds: number of layouts at most.
-      saves: what each further rectangle of a layer, and each further layout, must save, as a share
-        of all slots that heads need. They cost time while a step is compiled, and rectangles in
-        each step.
 
     Returns:
       The layouts. Each layer is in one of them.
@@ -256,20 +246,20 @@ def layouts(
     Example:
       >>> import numpy as np
       >>> from kvjax.budgets.profile import layouts
-      >>> for layout in layouts(np.array([[0.9, 0.1], [0.0, 0.1], [0.1, 0.8]]), 100, kinds=2):
+      >>> for layout in layouts(np.array([[0.9, 0.1], [0.0, 0.1], [0.1, 0.9]]), 100):
       ...     print(layout.layers, [(r.heads, r.slots) for r in layout.rectangles])
       (1,) [((0,), 10), ((1,), 1)]
       (0, 2) [((0,), 90), ((1,), 10)]
     """
     ranked = -np.sort(-np.asarray(shares_of_layers, np.float64), axis=1)
     by_need = np.argsort(ranked.sum(1), kind="stable").tolist()
-    saved = saves * tokens * ranked.sum()
+    saved = _LEAST_SAVING * tokens * ranked.sum()
 
     @functools.cache
     def shared(first: int, end: int) -> tuple[Rectangle, ...]:
         """Rectangles for the layers `first` to `end - 1` in the order of their needs."""
         largest = ranked[by_need[first:end]].max(0)
-        return rectangles(largest, tokens, at_most=at_most, saves=saved)
+        return rectangles(largest, tokens, saves=saved)
 
     def cost(first: int, end: int) -> float:
         slots = sum(len(r.heads) * r.slots + saved for r in shared(first, end))
@@ -277,7 +267,7 @@ def layouts(
 
     return tuple(
         Layout(tuple(sorted(by_need[first:end])), shared(first, end))
-        for first, end in _cheapest_runs(len(by_need), kinds, cost)
+        for first, end in _cheapest_runs(len(by_need), _MOST_LAYOUTS, cost)
     )
 
 

@@ -14,6 +14,25 @@ from jaxtyping import Array, Int
 from kvjax.serialization import pytree_node
 
 
+class NotNoted(KeyError):
+    """The error that a probe has not noted what is read; its argument is the name."""
+
+
+@jax.tree_util.register_pytree_node_class
+class _Noted(dict[str, Array]):
+    """Arrays by name, of which one that is missing is told from other keys that are missing."""
+
+    def __missing__(self, name: str) -> Array:
+        raise NotNoted(name)
+
+    def tree_flatten(self) -> tuple[tuple[Array, ...], tuple[str, ...]]:
+        return tuple(self.values()), tuple(self)
+
+    @classmethod
+    def tree_unflatten(cls, names: tuple[str, ...], arrays: tuple[Array, ...]) -> _Noted:
+        return cls(zip(names, arrays, strict=True))
+
+
 @pytree_node
 @dataclass(frozen=True)
 class Record:
@@ -41,6 +60,10 @@ class Record:
             return jnp.pad(x, ((0, 0), (0, 0), more, *((0, 0),) * (x.ndim - 3)))[:, :, :slots]
 
         return dataclasses.replace(self, slots=jax.tree.map(resized, self.slots))
+
+    def naming_what_is_missing(self) -> Record:
+        """Returns a record that raises `NotNoted` where an array is read that it does not have."""
+        return Record(_Noted(self.slots), _Noted(self.rows))
 
     def specs(self, rows: Any, heads: Any) -> Record:
         """Returns the partition specs of the arrays, whose rows and heads these axes divide."""

@@ -27,9 +27,9 @@ class Row(NamedTuple):
     style: str = ""
 
 
-def name_column(heading: str = "method", **options: Any) -> Column:
-    """Makes the column of names; long names are broken into lines."""
-    return Column(heading, overflow="fold", **options)
+def name_column(**options: Any) -> Column:
+    """Makes the column of methods; long names are broken into lines."""
+    return Column("method", overflow="fold", **options)
 
 
 def number_column(heading: str | Text) -> Column:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.typing import DTypeLike
 
@@ -93,26 +93,23 @@ def read(
       (2, [3], [9, 8])
     """
     compiler = Compiler(on_compile, on_layer)
-    whole: dict[str, Any] = {
-        "transform": transform, "max_prompt": max_prompt, "max_length": max_length, "dtype": dtype,
-        "buckets": buckets,
-    }  # fmt: skip
+    sizes = AskedSizes(max_new, max_prompt, max_length, dtype, buckets)
     if piece is None:
         for name, value in (("on_piece", on_piece), ("context", context)):
             if value is not None:
                 raise ValueError(f"{name} is for prompts that are read in pieces: give piece too")
         awake = read_awake(
-            model, prompts, **whole, max_new=max_new, document=document, compiler=compiler
+            model, prompts, sizes=sizes, transform=transform, document=document, compiler=compiler
         )
         return awake.at_rest(donate=True, compiler=compiler)
     check_count("piece", piece, 1)
     functional, prompts = as_functional(model), as_rows(prompts)
     document = True if document is None else document
     if context is None:
-        start = _start_of(functional, prompts, max_new=max_new, piece=piece, **whole)
+        start = _start_of(functional, prompts, transform, sizes, piece)
     else:
-        for name, value in whole.items():
-            if value is not None:
+        for name, value in {"transform": transform, **sizes._asdict()}.items():
+            if value is not None and name != "max_new":  # which is a number in any case
                 raise ValueError(f"a context has its own {name}, got {name}= as well")
         check_pieces_so_far(functional, context, prompts, piece)
         start = context.awake(compiler=compiler)
@@ -123,17 +120,54 @@ def read(
     return awake.at_rest(donate=True, compiler=compiler)
 
 
+class AskedSizes(NamedTuple):
+    """The sizes of caches that a caller of `read` asks for: its arguments of these names."""
+
+    max_new: int
+    max_prompt: int | None = None
+    max_length: int | None = None
+    dtype: DTypeLike | None = None
+    buckets: Sequence[int] | None = None
+
+    def of_caches(
+        self,
+        model: FunctionalModel,
+        prompts: Sequence[Sequence[int]],
+        transforms: Sequence[KVTransform],
+        piece: int | None = None,
+    ) -> tuple[list[int], CacheSize]:
+        """Returns the padded length of each prompt, and the sizes that caches are made for.
+
+        Raises what `read` raises for these arguments.
+        """
+        max_new, max_prompt, max_length, dtype, buckets = self
+        check_count("max_new", max_new, 1)
+        for transform in transforms:
+            # No new tokens yet: each turn is checked when it comes.
+            layers = bind(transform, model.num_layers, model.windows)
+            check_prompts(model, prompts, layers, 0, piece)
+        longest = max(map(len, prompts))
+        widths = [bucket(len(prompt), model.max_positions, buckets) for prompt in prompts]
+        if max_prompt is not None:
+            check_count("max_prompt", max_prompt, 1)
+            if max_prompt < longest:
+                raise ValueError(
+                    f"max_prompt must hold the prompt of {longest} tokens, got {max_prompt}"
+                )
+        if max_length is None:
+            max_length = (max_prompt or longest) + max_new
+        check_count("max_length", max_length, 1)
+        padded = max(*widths, max_prompt or 0)
+        return widths, CacheSize.of(model, len(prompts), padded, max_new, dtype, max_length)
+
+
 @automatic()
 def read_awake(
     model: LanguageModel | FunctionalModel,
     prompts: Sequence[Sequence[int]],
     *,
+    sizes: AskedSizes,
     transform: KVTransform | str | None = None,
-    max_prompt: int | None = None,
-    max_new: int = 512,
-    max_length: int | None = None,
-    dtype: DTypeLike | None = None,
-    buckets: Sequence[int] | None = None,
     document: Document | None = None,
     compiler: Compiler | None = None,
 ) -> Context:
@@ -143,14 +177,12 @@ def read_awake(
     one is for contexts that are used at once and not kept.
 
     Args:
-      model, prompts, transform, max_prompt, max_new, max_length, dtype, buckets, document: as in
-        `read`.
+      model, prompts, transform, document: as in `read`.
+      sizes: sizes of the caches.
       compiler: compiles; None: nobody is told.
     """
     functional, prompts = as_functional(model), as_rows(prompts)
-    start = _start_of(
-        functional, prompts, transform, max_prompt, max_new, max_length, dtype, buckets
-    )
+    start = _start_of(functional, prompts, transform, sizes)
     context = first_turn(functional, prompts, start, compiler or Compiler(), document)
     check_dropped(context.held)
     # A kept context needs a fingerprint, so that a later call can refuse another model.
@@ -161,56 +193,15 @@ def _start_of(
     model: FunctionalModel,
     prompts: Sequence[Sequence[int]],
     transform: KVTransform | str | None,
-    max_prompt: int | None,
-    max_new: int,
-    max_length: int | None,
-    dtype: DTypeLike | None,
-    buckets: Sequence[int] | None,
+    sizes: AskedSizes,
     piece: int | None = None,
 ) -> Start:
     """Returns what `read` makes new caches for; raises what it raises for these arguments."""
     transform = Full() if transform is None else as_transform(transform, "read")
     transform = with_named(transform, model)
-    widths, size = size_to_read(
-        model, prompts, [transform], max_prompt, max_new, max_length, dtype, buckets, piece
-    )
+    widths, size = sizes.of_caches(model, prompts, [transform], piece)
     layers = bind(transform, model.num_layers, model.windows, size.max_tokens)
     return Start(transform, layers, size, widths)
-
-
-def size_to_read(
-    model: FunctionalModel,
-    prompts: Sequence[Sequence[int]],
-    transforms: Sequence[KVTransform],
-    max_prompt: int | None,
-    max_new: int,
-    max_length: int | None,
-    dtype: DTypeLike | None,
-    buckets: Sequence[int] | None,
-    piece: int | None = None,
-) -> tuple[list[int], CacheSize]:
-    """Returns the padded length of each prompt, and the sizes that caches are made for.
-
-    Raises what `read` raises for these arguments.
-    """
-    check_count("max_new", max_new, 1)
-    for transform in transforms:
-        # No new tokens yet: each turn is checked when it comes.
-        layers = bind(transform, model.num_layers, model.windows)
-        check_prompts(model, prompts, layers, 0, piece)
-    longest = max(map(len, prompts))
-    widths = [bucket(len(prompt), model.max_positions, buckets) for prompt in prompts]
-    if max_prompt is not None:
-        check_count("max_prompt", max_prompt, 1)
-        if max_prompt < longest:
-            raise ValueError(
-                f"max_prompt must hold the prompt of {longest} tokens, got {max_prompt}"
-            )
-    if max_length is None:
-        max_length = (max_prompt or longest) + max_new
-    check_count("max_length", max_length, 1)
-    padded = max(*widths, max_prompt or 0)
-    return widths, CacheSize.of(model, len(prompts), padded, max_new, dtype, max_length)
 
 
 @sampling_apart

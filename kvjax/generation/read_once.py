@@ -18,7 +18,7 @@ from kvjax.generation.compiler import Compiler
 from kvjax.generation.context import Context
 from kvjax.generation.documents import Document
 from kvjax.generation.fingerprints import Fingerprint
-from kvjax.generation.generate import read, size_to_read
+from kvjax.generation.generate import AskedSizes, read
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.new_caches import LayerStates, states_of_layers
 from kvjax.generation.observe import Observe, compress_layer, decide_layer, reads_alone
@@ -82,13 +82,9 @@ class ReadOnce:
         # A file that changes later changes nothing.
         self._named = functools.cache(lambda tx: with_named(tx, functional))
         methods = [self._named(method) for method in methods]
-        self._options = {
-            "max_prompt": max_prompt, "max_new": max_new, "max_length": max_length,
-            "dtype": dtype, "buckets": buckets, "on_compile": on_compile, "document": document,
-        }  # fmt: skip
-        widths, self._size = size_to_read(
-            self._model, prompts, methods, max_prompt, max_new, max_length, dtype, buckets
-        )
+        sizes = AskedSizes(max_new, max_prompt, max_length, dtype, buckets)
+        self._options = {**sizes._asdict(), "on_compile": on_compile, "document": document}
+        widths, self._size = sizes.of_caches(self._model, prompts, methods)
         self._compiler = Compiler(on_compile, on_layer)
         self._observed: list[Context] = []
         for needs in _together(self._needs(tx) for tx in methods if not self._reads_alone(tx)):

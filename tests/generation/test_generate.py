@@ -20,6 +20,8 @@ from kvjax.generation.model import as_functional
 from kvjax.generation.prompt_checks import check_prompts
 from kvjax.generation.sampling import unsupported_settings
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+from tests.support.cases import OF_A_TEXT
+from tests.support.decoders import louder
 
 VOCAB, POSITIONS, NEW = 64, 256, 12
 PADDED_NEW = 64  # caches have room for so many new tokens
@@ -33,11 +35,7 @@ RAGGED = [RNG.integers(VOCAB, size=size).tolist() for size in (53, 9, 41)]
 
 @functools.cache
 def model():
-    """A random decoder whose weights are large enough for its text to vary."""
-    decoder = random_decoder(CONFIG, seed=3)
-    graph, state = nnx.split(decoder)
-    louder = jax.tree.map(lambda x: x * 2.0 if x.ndim > 1 else x, state)
-    return nnx.merge(graph, louder)
+    return louder(random_decoder(CONFIG, seed=3))
 
 
 def generate(prompts=RAGGED, transform=None, **options):
@@ -49,15 +47,8 @@ def generate(prompts=RAGGED, transform=None, **options):
 
 def method(name: str) -> kvjax.KVTransform:
     """A method as the command line makes it, with a budget that compresses the longer rows."""
-    own = {
-        "chelsea": "chelsea(sinks=4, recent=8, interval=8)",
-        "clusterkv": "clusterkv(tokens_per_cluster=8, sinks=4, interval=5, dense_layers=())",
-        "quest": "quest(page=4, dense_layers=())",
-        "infinigen": "infinigen(alpha=None, dense_layers=(0,))",
-        "layer_budget": "layer_budget(reserve=0.6, window=8)",
-        "spindlekv": "spindlekv(reserve=0.6, window=8, interval=4)",
-    }
-    return kvjax.calibrated(kvjax.parse(own.get(name, name), 36), model(), [RAGGED[0]])
+    transform = kvjax.parse(OF_A_TEXT.get(name, name), 36)
+    return kvjax.calibrated(transform, model(), [RAGGED[0]])
 
 
 def by_hand(

@@ -227,3 +227,28 @@ def test_scores_of_what_no_probe_notes():
             model("plain"), [PROMPTS[2]], transform=Forgets(0.5), on_layer=layers.append
         )  # fmt: skip
     assert not layers
+
+
+def test_a_key_that_scores_miss_elsewhere():
+    """The author's own error comes out as it is, and is not blamed on the probe."""
+
+    class Weighs(kvjax.kit.DocumentBudget):
+        def scores(self, cache, state, step, document):
+            return {"recent": 1.0}["received"] * document
+
+    with pytest.raises(KeyError) as raised:
+        foreseen(Weighs(0.5), "prompt")
+    assert raised.value.args == ("received",)
+
+
+def test_scores_of_a_record_that_was_mapped():
+    """What `scores` gets is a pytree, as every record is."""
+
+    class Halves(kvjax.kit.DocumentBudget):
+        needs = property(lambda self: Needs(probe=kvjax.kit.Received()))
+
+        def scores(self, cache, state, step, document):
+            return jax.tree.map(lambda x: x / 2, step.record).slots["received"]
+
+    decision = foreseen(Halves(0.5), "prompt")
+    assert decision.score.shape == decision.always.shape

@@ -8,7 +8,6 @@ import functools
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 import kvjax
 from kvjax.cache.nbytes import nbytes
@@ -16,6 +15,7 @@ from kvjax.generation.model import as_functional
 from kvjax.models import DecoderConfig, LayerConfig, RopeConfig, random_decoder
 from tests.generation.test_context import STORED
 from tests.generation.test_generate import RAGGED, method
+from tests.support.decoders import louder
 from tests.support.marks import some_slow
 from tests.support.tolerances import close
 
@@ -36,10 +36,7 @@ QUESTIONS = [[7, 3], [11], list(range(20))]
 
 @functools.cache
 def model(name: str):
-    """A random decoder whose weights are large enough for its text to vary."""
-    graph, state = nnx.split(random_decoder(CONFIGS[name], seed=3))
-    louder = jax.tree.map(lambda x: x * 2.0 if x.ndim > 1 else x, state)
-    return nnx.merge(graph, louder)
+    return louder(random_decoder(CONFIGS[name], seed=3))
 
 
 @functools.cache

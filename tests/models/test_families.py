@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 import kvjax
 from kvjax.models import abstract_decoder, from_pretrained, read_config
 from tests.models.family_cases import LLAMAS, NAMED
+from tests.support.cases import OF_A_TEXT
 from tests.support.decoders import assert_equal
 from tests.support.hf_models import LENGTHS, SIZES, both_logits, reference_logits
 from tests.support.hf_models import save_reference as save
@@ -253,17 +254,11 @@ def test_greedy_text_is_that_of_transformers(model_of, family):
 
 def method(name: str, model) -> kvjax.KVTransform:
     """A method as the command line makes it, with a budget that compresses the longer row."""
-    own = {
-        "chelsea": "chelsea(sinks=4, recent=8, interval=8)",
-        "clusterkv": "clusterkv(tokens_per_cluster=8, sinks=4, interval=5, dense_layers=())",
-        "quest": "quest(page=4, dense_layers=())",
-        "infinigen": "infinigen(alpha=None, dense_layers=(0,))",
-        "layer_budget": "layer_budget(reserve=0.6, window=8)",
-        "spindlekv": "spindlekv(reserve=0.6, window=8, interval=4)",
-        "reposition": "streaming_llm(reposition=True)",
+    texts = {
+        **OF_A_TEXT, "reposition": "streaming_llm(reposition=True)",
         "quantize": "chain(h2o, quantize)",
-    }
-    return kvjax.calibrated(kvjax.parse(own.get(name, name), 36), model, [PROMPTS[0]])
+    }  # fmt: skip
+    return kvjax.calibrated(kvjax.parse(texts.get(name, name), 36), model, [PROMPTS[0]])
 
 
 ALIKE, FEW = ("qwen2", "qwen3", "glm4", "olmo2", "olmo3", "ministral"), ("snapkv", "infinigen")

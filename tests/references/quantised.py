@@ -148,20 +148,6 @@ def unpack(packed: np.ndarray) -> np.ndarray:
     return np.concatenate([packed % 16, packed // 16], axis=-1)
 
 
-def quantised_keys(tokens: int, residual: int = 128) -> int:
-    """How many of a head's oldest tokens KIVI stores in groups along tokens.
-
-    The residual window fills up to `residual` tokens and is then quantised as a whole: 0 to
-    residual - 1 of the newest are in it (KIVI's Algorithm 1).
-    """
-    return tokens - tokens % residual
-
-
-def quantised_values(tokens: int, residual: int = 128) -> int:
-    """The same for values: a queue, whose oldest token leaves when there are more than residual."""
-    return max(tokens - residual, 0)
-
-
 # --- bounds ---------------------------------------------------------------------------------------
 
 

@@ -38,6 +38,14 @@ def arguments_of(method: type[kvjax.KVTransform]) -> dict:
 
 
 ARGUMENTS = {name: arguments_of(method) for name, method in METHODS.items()}
+OF_A_TEXT = {  # methods that have something to do with 36 slots for a text
+    "chelsea": "chelsea(sinks=4, recent=8, interval=8)",
+    "clusterkv": "clusterkv(tokens_per_cluster=8, sinks=4, interval=5, dense_layers=())",
+    "quest": "quest(page=4, dense_layers=())",
+    "infinigen": "infinigen(alpha=None, dense_layers=(0,))",
+    "layer_budget": "layer_budget(reserve=0.6, window=8)",
+    "spindlekv": "spindlekv(reserve=0.6, window=8, interval=4)",
+}
 ENOUGH = MAX_PROMPT + MAX_NEW
 OUTLIERS = kvjax.kit.OutlierHeads(((1, 1),), num_layers=3, kv_heads=KV_HEADS)
 

@@ -92,10 +92,10 @@ def test_no_other_groups_take_fewer_slots(seed):
     rng = np.random.default_rng(seed)
     heads, at_most = int(rng.integers(1, 7)), int(rng.integers(1, 4))
     each = rng.integers(0, 5, size=heads) / 4 if seed % 2 else rng.random(heads)
-    tokens, minimum, saves = 40, 6, (0, 3)[seed // 6]
-    found = rectangles(each, tokens, at_most=at_most, minimum=minimum, saves=saves)
+    tokens, saves = 40, (0, 3)[seed // 6]
+    found = rectangles(each, tokens, at_most=at_most, saves=saves)
     assert sorted(h for heads_of, _ in found for h in heads_of) == list(range(heads))
-    needed = [max(int(share * tokens), minimum) for share in each.tolist()]
+    needed = [max(int(share * tokens), 1) for share in each.tolist()]
     for heads_of, slots in found:
         assert slots == max(needed[h] for h in heads_of) and list(heads_of) == sorted(heads_of)
     assert [slots for _, slots in found] == sorted((r.slots for r in found), reverse=True)

@@ -34,6 +34,7 @@ _DASHES = (
     "-", (0, (5, 2)), (0, (5, 1, 1, 1)), (0, (1, 1)), (0, (9, 2)), (0, (3, 1)),
     (0, (7, 1, 1, 1, 1, 1)), (0, (2, 2)), (0, (6, 1, 2, 1)), (0, (4, 4)),
 )  # fmt: skip
+_DEPTH_BINS = 5
 _NATS_TICKS = (-1, -0.1, -0.01, 0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 LOOK: dict[str, Any] = {
@@ -264,15 +265,15 @@ def _draw_heat_map(
     axes.set_ylabel("depth (0: start)")
 
 
-def depth_bins(rows: Iterable[Row], most: int = 5) -> list[tuple[str, float, float]]:
+def depth_bins(rows: Iterable[Row]) -> list[tuple[str, float, float]]:
     """Returns name, first and last depth of each bin.
 
-    Up to `most` depths are bins themselves; more depths are grouped into `most` equal parts.
+    Up to 5 depths are bins themselves; more depths are grouped into 5 equal parts.
     """
     depths = sorted({depth for row in rows for depth in row.depths or ()})
-    if len(depths) <= most:
+    if len(depths) <= _DEPTH_BINS:
         return [(f"{depth:g}", depth, depth) for depth in depths]
-    ends = [number / most for number in range(most + 1)]
+    ends = [number / _DEPTH_BINS for number in range(_DEPTH_BINS + 1)]
     return [
         # A depth on a border belongs to the part above it; a depth of 1 belongs to the last part.
         (f"{low:g}-{high:g}", low, high if high == 1 else math.nextafter(high, 0))

@@ -15,6 +15,7 @@ from kvjax.evaluation import answer_nll, context_nll
 from kvjax.evaluation.fidelity import perplexity
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
 from tests.generation.test_generate import KeepsTooMuch
+from tests.support.decoders import louder
 from tests.support.hf_models import Stepper
 from tests.support.marks import some_slow
 from tests.support.tolerances import close
@@ -29,9 +30,7 @@ TOKENS = np.random.default_rng(0).integers(VOCAB, size=(3, LENGTH))
 
 @functools.cache
 def model():
-    """A random decoder whose weights are large enough for its predictions to vary."""
-    graph, state = nnx.split(random_decoder(CONFIG, seed=3))
-    return nnx.merge(graph, jax.tree.map(lambda x: x * 2.0 if x.ndim > 1 else x, state))
+    return louder(random_decoder(CONFIG, seed=3))
 
 
 def paid(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
