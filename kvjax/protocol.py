@@ -62,7 +62,7 @@ class Card:
     """Facts about a method that compute nothing: the class attribute `card` of a transform.
 
     The table of methods in README.md and `docs/methods/index.md`, `kvjax methods` and the tests of
-    all methods are made from it. What the method keeps is the first line of its docstring.
+    all methods are made from it. The first line of its docstring says what the method keeps.
 
     Args:
       acts: when it acts, such as "prompt, every step".

@@ -90,8 +90,8 @@ def shape_config(model: str | os.PathLike[str], layers: int | None = None) -> De
       layers: number of layers to keep, from the first on; None: all.
 
     Raises:
-      TypeError, ValueError: `model` is none of these, `read_config` refuses its configuration, or
-        it does not have as many layers.
+      TypeError, ValueError: `model` is not one of these, `read_config` refuses its configuration,
+        or it does not have as many layers.
 
     Example:
       >>> from kvjax.models.shapes import shape_config

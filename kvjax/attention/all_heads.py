@@ -163,7 +163,7 @@ def cut(transform: KVTransform, cache: Cache, reading: Reading) -> Cache:
         has left of it, which is only stored.
 
     Returns:
-      The cache after the prompt. What was stored stays as it is, bit for bit.
+      The cache after the prompt. Rows that were stored stay as they are, bit for bit.
     """
     if not isinstance(transform, HeadGroups):
         return compress(_with_slots_as_read(_reading_of(cache, reading), reading.kv))

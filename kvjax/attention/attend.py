@@ -176,7 +176,7 @@ def attend(
 
 
 def _swapped(x: Any) -> Any:
-    """Swaps the axes of tokens and of heads; what is no such array is refused later."""
+    """Swaps the axes of tokens and of heads; anything but such an array is refused later."""
     return x.swapaxes(1, 2) if getattr(x, "ndim", None) == 4 else x
 
 
@@ -256,7 +256,7 @@ def begin_document(cache: Cache) -> Cache:
       A reading, which `attend` takes with the document's first tokens in the place of the cache.
 
     Raises:
-      TypeError: `cache` is none.
+      TypeError: `cache` is not the cache of a layer.
       ValueError: `attend` has read tokens of the prompt already.
 
     Example:

@@ -95,7 +95,7 @@ def _taken(cache: Cache) -> Int[Array, "P 6"]:
 def rest(cache: Cache, sizes: LayerRest) -> Cache:
     """Returns a layer's cache at rest, in memory of its own.
 
-    What is stored stays as it is, bit for bit, and where it is.
+    Stored rows stay as they are, bit for bit, and where they are.
     """
     sizes_of_parts = iter(sizes)
 

@@ -87,8 +87,22 @@ def rows_budget(
     With `HeadShares`, each row and head has a budget.
 
     Args:
+      budget: number of slots, or share of a row's length.
+      length: tokens of each row.
+      max_length: length beyond which a share grows no more.
+      minimum: smallest workable number of slots, to which a share is raised.
       table: a layer's budgets over lengths `[L]` (`kvjax.budgets.layers.layer_table`), which
-        replace `budget`, or the shares of its heads `[H]` for `HeadShares`; empty: there are none.
+        replace a `budget` that is a share, or the shares of its heads `[H]` for `HeadShares`;
+        empty: there are none.
+
+    Returns:
+      Slots of each row `[B]`, or of each row and KV head `[B, H]` for `HeadShares`.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> lengths = jnp.array([400, 80, 2000])
+      >>> kvjax.kit.rows_budget(0.25, lengths, max_length=1000, minimum=32).tolist()
+      [100, 32, 250]
     """
     if isinstance(budget, int | np.integer):
         return jnp.full(length.shape, budget, jnp.int32)

@@ -301,8 +301,8 @@ class RowPayload(ABC):
     """Base class of stored forms that encode each row by itself: the key or value of one token.
 
     A subclass is a frozen dataclass of arrays `[B, H, S, ...]` under the decorator
-    `kvjax.kit.pytree_node`. It has `encoded` and `decoded`. What a prompt leaves unchanged stays as
-    it is stored, however much the form loses when it encodes a row again.
+    `kvjax.kit.pytree_node`. It has `encoded` and `decoded`. Rows that a prompt leaves unchanged
+    stay as they are stored, however much the form loses when it encodes a row again.
     """
 
     room = property(lambda self: None)

@@ -84,8 +84,10 @@ class ByHead(LayerChoice, Learner):
         that the profile hardly counts would have no token but sinks, and answers suffer.
 
     Raises:
-      TypeError: not a transform, not a profile, or a safeguard that is not a number.
-      ValueError: no method, or several, whose budget is a share; a safeguard outside [0, 1].
+      TypeError: `base` is not a transform, `profile` is not a profile, or `safeguard` is not a
+        number.
+      ValueError: `base` does not hold exactly one method whose budget is a share, or `safeguard`
+        is outside [0, 1].
 
     Example:
       >>> import kvjax, numpy as np

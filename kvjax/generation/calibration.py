@@ -105,7 +105,7 @@ def completed(
 ) -> KVTransform:
     """Does what `calibrated` does, with a sample for each method.
 
-    What is kept lies in the user's cache (see `kvjax.files.user_cache`), under the checksum of the
+    Files lie in the user's cache (see `kvjax.files.user_cache`), under the checksum of the
     weights, the method with all its parameters and its origin (`kvjax.compose.origins`), the sample
     and the words of its probe. Without such a folder, and for a method whose source cannot be read,
     it is made each time.
@@ -368,8 +368,8 @@ def from_arrays(
 def _text(method: Learner, *, defaults: bool = False) -> str:
     """Returns the text of a method, by what its calibration depends on.
 
-    It is without budgets. Parameters that change no score have their defaults. What inner methods
-    have learned stands as its id.
+    It is without budgets. Parameters that change no score have their defaults. Calibrations of
+    inner methods stand as their ids.
 
     Args:
       defaults: whether parameters at their defaults are written, as in files.

@@ -149,7 +149,7 @@ def _read_by_layer(
 ) -> tuple[list[Array], tuple[Cache, ...]]:
     """Reads a prompt layer by layer, for a model that shows its parts.
 
-    What looks at a document comes right after it in each layer, before it is compressed.
+    A probe follows its document right away in each layer, before the document is compressed.
 
     Args:
       params: of each layer.
