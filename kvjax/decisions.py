@@ -377,7 +377,21 @@ def decide(
 def group_scores(
     scores: Float[Array, "B Q S"], cache: KVCache, reduce: GroupReduce
 ) -> Float[Array, "B H S"]:
-    """One score per KV head from those of its group's query heads."""
+    """Makes one score per KV head from those of its group's query heads.
+
+    Args:
+      scores: score of each slot, per query head.
+      cache: the cache of one layer, which knows how many query heads a group has.
+      reduce: `"mean"`, `"max"` or `"sum"` over the group.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> cache = kvjax.init_cache(kvjax.Full(), batch=1, kv_heads=1, query_heads=2, head_dim=4,
+      ...                          max_prompt=2, max_new=0).kv
+      >>> scores = jnp.array([[[1.0, 3.0], [2.0, 0.0]]])
+      >>> kvjax.kit.group_scores(scores, cache, "max").tolist()
+      [[[2.0, 3.0]]]
+    """
     grouped = scores.reshape(*cache.shape[:2], cache.group, -1)
     return {"mean": jnp.mean, "max": jnp.max, "sum": jnp.sum}[reduce](grouped, axis=2)
 

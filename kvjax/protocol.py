@@ -816,7 +816,22 @@ def _naming(transform: KVTransform, member: str) -> Iterator[None]:
 
 
 def accumulated_attention(cache: KVCache) -> Float[Array, "B Q S"]:
-    """Attention that each slot has received so far, per query head (`Needs` has to ask for it)."""
+    """Returns the attention that each slot has received so far, from each query head.
+
+    Args:
+      cache: cache of a method whose `Needs` ask for the sum.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, kvjax
+      >>> cache = kvjax.init_cache(kvjax.H2O(budget=8), batch=1, kv_heads=1, query_heads=2,
+      ...                          head_dim=4, max_prompt=3, max_new=0)
+      >>> rows = jnp.ones((1, 2, 3, 4))
+      >>> attend = jax.jit(kvjax.attend, static_argnames="phase")
+      >>> _, cache = attend(
+      ...     cache, rows, rows[:, :1], rows[:, :1], jnp.arange(3)[None], phase="prompt")
+      >>> kvjax.kit.accumulated_attention(cache.kv).sum(-1).tolist()  # 1 from each of 3 queries
+      [[3.0, 3.0]]
+    """
     batch, kv_heads, slots = cache.shape
     attention = jnp.moveaxis(cache.column(ATTENTION), -1, 2)
     return attention.reshape(batch, kv_heads * cache.group, slots)

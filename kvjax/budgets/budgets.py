@@ -71,7 +71,18 @@ def slots_for(budget: Budget, lengths: np.ndarray | int, minimum: int) -> np.nda
 
 
 def most_slots(budget: Budget, max_length: int, minimum: int) -> int:
-    """Returns the largest budget of any prompt of up to `max_length` tokens."""
+    """Returns the largest budget of any prompt of up to `max_length` tokens.
+
+    Args:
+      budget: number of slots, or share of the prompt.
+      max_length: most tokens of a prompt.
+      minimum: smallest workable number of slots, to which a share is raised.
+
+    Example:
+      >>> import kvjax
+      >>> kvjax.kit.most_slots(0.25, 1000, 32), kvjax.kit.most_slots(0.25, 80, 32)
+      (250, 32)
+    """
     return int(slots_for(budget, np.arange(max_length + 1), minimum).max())
 
 
