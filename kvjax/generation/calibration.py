@@ -106,8 +106,9 @@ def completed(
     """Does what `calibrated` does, with a sample for each method.
 
     Files lie in the user's cache (see `kvjax.files.user_cache`), under the checksum of the
-    weights, the method with all its parameters and its origin (`kvjax.compose.origins`), the sample
-    and the words of its probe. Without such a folder, and for a method whose source cannot be read,
+    weights, the method that makes the calibration (`Learner.source`) with all its parameters and
+    its origin (`kvjax.compose.origins`), the sample and the words of its probe. Without such a
+    folder, and for a method whose source cannot be read,
     it is made each time.
 
     Args:
@@ -118,16 +119,17 @@ def completed(
         texts = sample(method)
         if texts is None:
             return None
+        source = method.with_learned(None).source()
         text = _text(method, defaults=True) if method.kept else ""
         path, root = None, user_cache() if method.kept else None
-        if root is not None and (method_origin := origin(method))["source"] is not None:
+        if root is not None and (method_origin := origin(source))["source"] is not None:
             made_from = {
                 "origin": method_origin,
                 "format": FORMAT,
                 "model": Fingerprint.of(as_functional(model)).digest,
                 "method": text,
                 "sample": [[int(token) for token in text] for text in texts],
-                "instructions": _instructions(method, document),
+                "instructions": _instructions(source, document),
             }
             path = root / KEPT / f"{checksum(made_from)}.safetensors"
             if path.exists():
