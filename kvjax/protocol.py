@@ -193,12 +193,14 @@ class Extent:
 
 
 class Asking(NamedTuple):
-    """Holds what a probe may use to make the tokens that look at documents, on the host.
+    """Model, tokenizer and length from which a probe makes the tokens that look at documents.
+
+    They are used on the host.
 
     Args:
       model: the `FunctionalModel` that reads the documents.
       encode: returns the token ids of a text, without special tokens; None: there are no words.
-      length: most tokens of a row, its document included: positions of what looks go on behind it.
+      length: most tokens of a row, the document and the tokens behind it that look at it.
     """
 
     model: Any
@@ -240,11 +242,11 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Probe:
-    """Notes what a method needs of a document, and may look at it when it has been read.
+    """Makes a record of a document for a method, and may look at the document afterwards.
 
-    A document is a prompt about which questions may come later: the first prompt of a context, and
-    what `kvjax.read` reads. A probe notes what it wants of the document's own tokens. Then tokens
-    of its choice may look: they attend to the document and to each other, and are not stored. This
+    A document is a prompt about which questions may come later: the first prompt of a context, or
+    any prompt of `kvjax.read`. A probe notes arrays of the document's own tokens. Then tokens of
+    its choice may look: they attend to the document and to each other, and are not stored. This
     class notes nothing, and tells documents from other prompts by its empty record.
 
     A probe is a value, as a transform is: hashable, and equal to others with equal fields.
@@ -285,11 +287,11 @@ class Probe:
         return Record()
 
     def read(self, record: Record, chunk: Chunk) -> Record:
-        """Notes what it wants of tokens of the document; a short one is a single chunk."""
+        """Returns the record with a chunk of the document noted; a short document is one chunk."""
         return record
 
     def look(self, record: Record, received: Float[Array, "B H G S"]) -> Record:
-        """Notes what a piece has looked at.
+        """Returns the record with the attention noted that a piece of looking tokens has paid.
 
         Args:
           received: the largest probability that each slot received from a query of the piece, in
@@ -379,7 +381,7 @@ def on_request(**arrays: Any) -> dict[str, Any]:
 
 
 def _asked_for(requested: dict[str, Any], name: str) -> Any:
-    """Returns what was computed on request.
+    """Returns an array that was computed because a method asked for it.
 
     Raises:
       NotAskedFor: the method that reads has not asked for it.
@@ -425,7 +427,7 @@ class AttentionOptions:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Account of what has just happened, for a transform that is asked to decide.
+    """Account of a prompt, a flush or a decode step, for a transform that decides after it.
 
     Args:
       rows: the rows that it concerns: those that had tokens in the prompt or in the step; at a
@@ -483,7 +485,7 @@ class Step:
 
     @property
     def record(self) -> Record | None:
-        """Record of what the method's probe has noted of a document, for `Needs.probe`.
+        """Record that the method's probe has made of a document, for `Needs.probe`.
 
         It is None for prompts that are not documents, such as questions, and at other moments.
         """
@@ -803,7 +805,7 @@ def _cache_with(needs: Needs, cache: KVCache) -> KVCache:
 
 @contextlib.contextmanager
 def _naming(transform: KVTransform, member: str) -> Iterator[None]:
-    """Says whose `needs` do not ask for what is read, and what they would have to ask for."""
+    """Makes an error that names the `needs` which do not ask for an array, and the request."""
     try:
         yield
     except NotAskedFor as error:

@@ -115,8 +115,8 @@ def attend(
       implementation: of the operations in `pallas_kernels`: "pallas", "interpret" (their kernels,
         interpreted), "xla", or None, the best that can run. Kernels see the arrays of one device:
         of arrays divided among several, None takes XLA unless inside `shard_map`, as with a cache
-        that was made for a mesh (`init_cache(mesh=)`). They round queries to the dtype of what is
-        stored.
+        that was made for a mesh (`init_cache(mesh=)`). They round queries to the dtype of the
+        stored keys.
 
     Returns:
       Attention output in the layout and the dtype of `q`, and the new cache.

@@ -35,7 +35,7 @@ def flush(
     steps: int | None = None,
     implementation: str | None = None,
 ):
-    """Does what is to be done with new tokens every M decode steps.
+    """Lets methods compress or index the tokens of the last M decode steps.
 
     Methods that work now and then (`Every`, `Chelsea`, `ClusterKV`, `Codebook`, ...) leave new
     tokens as they come, so that a decode step appends, selects, attends and evicts one slot at

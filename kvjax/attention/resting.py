@@ -202,7 +202,7 @@ def _unpacked(part: Packed, slots: int) -> LayerCache:
 
 
 def positions_at_rest(kv: KVCache) -> Int[Array, " N"]:
-    """Returns the positions of what rests, `FREE` in free places."""
+    """Returns the positions of tokens at rest, `FREE` in free places."""
     position = kv.position[0, 0]
     if position.dtype == jnp.uint16:
         free = position == jnp.iinfo(jnp.uint16).max

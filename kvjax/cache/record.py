@@ -17,9 +17,9 @@ from kvjax.serialization import pytree_node
 @pytree_node
 @dataclass(frozen=True)
 class Record:
-    """Holds what a `Probe` notes of a document. It is gone when the prompt has been compressed.
+    """Arrays that a `Probe` notes of a document, until the prompt has been compressed.
 
-    Head groups, meshes and padding treat arrays by their axes, and know nothing else of them.
+    Head groups, meshes and padding treat them by their axes, and know nothing else of them.
 
     Args:
       slots: arrays by slot, `[B, H, S, ...]`; slots that are added get zeros.

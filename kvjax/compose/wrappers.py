@@ -289,13 +289,13 @@ class _Again(Wrapper):
         return needs._replace(decode_queries=needs.queries(max_prompt=1) > 0)
 
     def _hold(self, extent: Extent, spare: int, interval: int) -> Extent:
-        """Bounds slots by what the base keeps of everything, and `spare` more."""
+        """Bounds slots by the most that the base keeps of all tokens, and `spare` more."""
         most = self._most(extent.longest_prompt, extent.new)
         held = self.base.extent(extent).hold(most.prompt - most.pinned + spare)
         return dataclasses.replace(held.every(interval), passed=None)
 
     def _most(self, longest: int, new: int) -> Extent:
-        """Returns what the base keeps and pins at most when everything live is compressed."""
+        """Returns the most slots that the base keeps and pins when all that is live is compressed."""
         return self.base.extent(Extent(prompt=longest + new, new=0, longest=longest))
 
     def _compress(
@@ -345,7 +345,7 @@ class Every(_Again):
     steps: int
 
     def extent(self, extent: Extent) -> Extent:
-        """Bounds slots by what the base keeps of everything, and `steps` more."""
+        """Bounds slots by the most that the base keeps of all tokens, and `steps` more."""
         return self._hold(extent, self.steps, self.steps)
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Repeated]:
@@ -399,7 +399,7 @@ class WhenFull(_Again):
     room: int
 
     def extent(self, extent: Extent) -> Extent:
-        """Bounds slots by what the base keeps of everything, and `room` more."""
+        """Bounds slots by the most that the base keeps of all tokens, and `room` more."""
         return self._hold(extent, self.room, max(self.room // 4, 1))
 
     def on_flush(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:

@@ -97,7 +97,7 @@ class Tracer:
 
 
 def _kind(function: Any, args: tuple) -> Hashable:
-    """Returns what is equal for arguments that share compiled code: all but what is in arrays."""
+    """Returns a key that is equal for arguments that share compiled code; arrays count by shape."""
     leaves, tree = jax.tree.flatten(args)
     # A mesh has a shape and some methods have a dtype, and neither is an array.
     arrays = (hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves)

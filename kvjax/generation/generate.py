@@ -168,7 +168,7 @@ def _start_of(
     buckets: Sequence[int] | None,
     piece: int | None = None,
 ) -> Start:
-    """Returns what `read` makes new caches for; raises what it raises for these arguments."""
+    """Returns transform and sizes of the caches that `read` makes; raises the errors of `read`."""
     transform = Full() if transform is None else as_transform(transform, "read")
     transform = with_named(transform, model)
     widths, size = size_to_read(

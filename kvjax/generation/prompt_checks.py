@@ -35,7 +35,7 @@ class Sized(Protocol):
 
 
 def as_rows(prompts: object) -> Rows:
-    """Makes lists of prompts that are lists or arrays; does not check what the rows hold."""
+    """Makes lists of prompts that are lists or arrays; does not check the tokens of rows."""
     if isinstance(prompts, np.ndarray | jax.Array):
         prompts = np.asarray(prompts).tolist()
     if isinstance(prompts, str):

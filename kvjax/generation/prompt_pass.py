@@ -70,11 +70,11 @@ class LayerPass(NamedTuple):
 
 
 class Into(NamedTuple):
-    """Names what a group's prompts are read into.
+    """Describes the caches into which a group's prompts are read.
 
     Args:
-      size: of caches of the group's rows.
-      new: whether these are new.
+      size: sizes of caches of the group's rows.
+      new: whether these caches are new.
       layers: by layer, the states of new caches, or the caches of all rows.
     """
 

@@ -52,6 +52,15 @@ def test_what_does_not_fit_goes_into_further_tables(width, names):
     assert all(f"{n}.5 MB" in text for n in range(12))
 
 
+def test_further_tables_without_an_edge_stand_apart():
+    columns = [name_column(), *map(number_column, ["aaaaaaaaaaaa", "bbbbbbbbbbbb"])]
+    shown = console(30)
+    print_table(shown, columns, [Row(["full", "1", "2"])], show_edge=False)
+    lines = [line.strip() for line in shown.export_text().splitlines()]
+    assert [n for n, line in enumerate(lines) if line.startswith("method")] == [0, 4]
+    assert [n for n, line in enumerate(lines) if not line] == [3]
+
+
 def test_one_table_where_it_fits():
     columns = [name_column(), *map(number_column, "abc")]
     shown = console(60)

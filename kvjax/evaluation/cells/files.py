@@ -192,7 +192,7 @@ def _made_alike(record: Mapping[str, Any], newest: Mapping[str, Any]) -> bool:
 
 
 def _change(record: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
-    """Returns why a record is of something else than what is wanted now; None if it is not.
+    """Returns why a record is not of the wanted method and versions; None if it is.
 
     Args:
       record: of a cell, from a file.
