@@ -295,7 +295,7 @@ class _Again(Wrapper):
         return dataclasses.replace(held.every(interval), passed=None)
 
     def _most(self, longest: int, new: int) -> Extent:
-        """Returns the most slots that the base keeps and pins when all that is live is compressed."""
+        """Returns the most slots that the base keeps and pins of all live slots."""
         return self.base.extent(Extent(prompt=longest + new, new=0, longest=longest))
 
     def _compress(
