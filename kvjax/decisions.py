@@ -115,7 +115,13 @@ def _shown(kind: Any) -> str:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Mark(Decision):
-    """Nothing but new values of the method's own columns."""
+    """Nothing but new values of the method's own columns.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> list(kvjax.kit.Mark(columns={"score": jnp.zeros((1, 2, 16))}).columns)
+      ['score']
+    """
 
     columns: dict[str, Array]  # pyright: ignore[reportGeneralTypeIssues]  # required here
 
@@ -252,6 +258,11 @@ class Merge(Decision):
       weights: of the members in the means; None: their masses.
       value_scale: `"log_mass"`: a merged slot's mass is the sum of its members'. `"paper"`: its
         values are multiplied by that sum instead, and its mass is 1. `"none"`: neither.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> kvjax.kit.Merge(into=jnp.array([[[1, 1, 2]]])).value_scale  # slot 0 goes into slot 1
+      'log_mass'
     """
 
     into: Int[Array, "B H S"]

@@ -304,23 +304,29 @@ class Needs(NamedTuple):
     """Requests of a transform to an attention call; `attend` computes nothing else.
 
     Args:
-      accumulated_attention: the column "attention", `[B, H, S, G]`, that sum over all calls.
-      query_window: `Step.query` holds this many of each row's last prompt queries.
-      query_share: and at least this share of `max_prompt`, and one more.
-      decode_queries: the window goes on with the queries of decoding.
-      decode_mass: `Step.mass` in decode steps, the probability that each slot received.
+      accumulated_attention: the sum of the attention that each slot receives in all calls, in the
+        column "attention", `[B, H, S, G]`.
+      query_window: number of each row's last prompt queries that `Step.query` holds.
+      query_share: share of `max_prompt`; `Step.query` holds at least that many queries and one.
+      decode_queries: whether `Step.query` goes on with the queries of decoding.
+      decode_mass: the probability that each slot received in a decode step, as `Step.mass`.
       unrotated_keys: the cache stores keys without RoPE, rotated when they are read.
       reposition: keys are rotated at their rank among the live slots and not at their position.
       predicted_query: `View.predicted`, where a model can give it.
-      probe: documents are looked at once more, or noted while they are read, by this probe, whose
-        record is `Step.record`; None: documents are prompts as others are.
+      probe: probe that makes the record of a document, `Step.record`; None: documents are treated
+        as other prompts.
       unfold: every query head has slots of its own: H is then Q, and a token's key and value are
         stored once for each query head of their KV head.
-      writes_values: its decisions give slots other values, by merging or adding. Where that is in
-        decode steps, or at many flushes, and values are not stored as float32, the cache has a
-        column for what rounding leaves out of them (`kvjax.cache.remainders`).
+      writes_values: its decisions give slots other values, by merging or adding. If that happens
+        in decode steps or at many flushes, and values are not stored as float32, the cache has a
+        column for the remainders of rounding (`kvjax.cache.remainders`).
       reordered_slots: a prompt's end moves slots of earlier prompts without freeing any, so that
         no stored form may encode slots in groups.
+
+    Example:
+      >>> import kvjax
+      >>> kvjax.SnapKV(budget=64, window=16).needs.query_window
+      16
     """
 
     accumulated_attention: bool = False
@@ -337,7 +343,7 @@ class Needs(NamedTuple):
     probe: Probe | None = None
 
     def union(self, other: Needs) -> Needs:
-        """Returns what serves both.
+        """Returns the requests of both.
 
         Raises:
           ValueError: they have two probes, and one reading of a document has one.

@@ -86,8 +86,8 @@ def shape_config(model: str | os.PathLike[str], layers: int | None = None) -> De
 
     Args:
       model: a folder with `config.json`, such a file by itself, a GGUF file (only its header is
-        read), a name of `SHAPES`, or that of a packaged model, such as `"smollm2"`. The storage of a folder's weights (`quantization_config`) is
-        ignored.
+        read), a name of `SHAPES`, or that of a packaged model, such as `"smollm2"`. The storage of
+        a folder's weights (`quantization_config`) is ignored.
       layers: number of layers to keep, from the first on; None: all.
 
     Raises:

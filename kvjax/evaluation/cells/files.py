@@ -130,8 +130,15 @@ class Journal:
 def read_results(folder: str | os.PathLike[str]) -> Results:
     """Reads the results in a folder of `kvjax eval` or `compare`, finished or not.
 
+    Args:
+      folder: the folder, `out` of `kvjax.evaluation.compare`.
+
     Raises:
       ValueError: the folder holds no comparison, or a file is damaged.
+
+    Example:
+      >>> from kvjax.evaluation import read_results
+      >>> read_results("comparison").rows()  # doctest: +SKIP
     """
     folder = Path(folder)
     if not folder.is_dir():
