@@ -20,7 +20,7 @@ from kvjax.serialization import static_value
 
 @dataclass(frozen=True)
 class Calibration:
-    """Holds what a method, a `Learner`, learns from its model.
+    """Arrays and values that a method, a `Learner`, has learned from its model.
 
     A subclass is a frozen dataclass. Its fields are NumPy arrays `[layers, KV heads, ...]`, and
     numbers, texts and tuples of them. Arrays are copied and cannot be changed; those of floats are
@@ -163,13 +163,13 @@ class Learner(KVTransform):
         )
 
     def source(self) -> KVTransform:
-        """Returns the method without parts that what it learns does not depend on."""
+        """Returns the method without the parts on which its calibration does not depend."""
         return self
 
     def planned(self, model: Any) -> KVTransform:
         """Returns a transform that takes as many bytes as this one will once it has learned.
 
-        It stands in for plans, and wherever it is found out what the method will decide.
+        It stands for the method in plans, and where its decisions are traced before it has learned.
 
         Args:
           model: has `num_layers`, `kv_heads`, `head_dim` and `windows`, as a
@@ -178,7 +178,7 @@ class Learner(KVTransform):
         raise NotImplementedError(f"{type(self).__name__} must say what it will have learned")
 
     def reader(self, model: Any, lengths: Sequence[int]) -> KVTransform:
-        """Returns the transform that reads the sample: `observe` sees what it asks for.
+        """Returns the transform that reads the sample, whose requests `observe` can read.
 
         Args:
           lengths: tokens of each text.
@@ -189,18 +189,19 @@ class Learner(KVTransform):
         return Full()
 
     def observe(self, reader: KVTransform, cache: KVCache, state: State, step: Step) -> Any:
-        """Returns arrays from what a layer has read of one text; is traced.
+        """Returns arrays for `learn` when a layer has read one text; is traced.
 
         Args:
-          reader: what has read the text, bound to the layer.
-          cache, state, step: what `reader.on_prompt` would be given, of one row.
+          reader: the transform that has read the text, bound to the layer.
+          cache, state, step: arguments of `reader.on_prompt`, of one row.
         """
         raise NotImplementedError(f"{type(self).__name__} must say what it observes")
 
     def learn(self, model: Any, observed: Sequence[Sequence[Any]]) -> Calibration:
-        """Makes the calibration of what `observe` returned, text by text and layer by layer.
+        """Makes the calibration from the results of `observe`.
 
         Args:
-          observed: NumPy arrays in the place of JAX's.
+          model: as in `reader`.
+          observed: result for each text and layer, with NumPy arrays in the place of JAX's.
         """
         raise NotImplementedError(f"{type(self).__name__} must say what it learns")

@@ -18,7 +18,24 @@ _MOST_NUMBER = float(np.finfo(np.float32).max)  # larger numbers are infinite on
 
 
 def check_count(name: str, value: int, minimum: int, most: float = MOST_COUNT) -> None:
-    """Raises unless `value` is an integer from `minimum` to `most`."""
+    """Raises unless `value` is an integer from `minimum` to `most`.
+
+    Args:
+      name: name of the argument, for the message.
+      value: value that a user gave.
+      minimum: smallest value that it may have.
+      most: largest value that it may have, 2**31 - 1 by default.
+
+    Raises:
+      TypeError: it is not an integer.
+      ValueError: it is outside these bounds.
+
+    Example:
+      >>> import kvjax
+      >>> kvjax.kit.check_count("sinks", -1, 0)
+      Traceback (most recent call last):
+      ValueError: sinks must be at least 0, got -1
+    """
     # For Python, True is the integer 1.
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{name} must be an int, got {brief(value)}")
@@ -29,7 +46,24 @@ def check_count(name: str, value: int, minimum: int, most: float = MOST_COUNT) -
 
 
 def check_number(name: str, value: float, above: float, most: float = math.inf) -> None:
-    """Raises unless `value` is a number in (above, most] that is finite in float32."""
+    """Raises unless `value` is a number in (above, most] that is finite in float32.
+
+    Args:
+      name: name of the argument, for the message.
+      value: value that a user gave.
+      above: number that it must be greater than.
+      most: largest value that it may have; by default the largest of float32.
+
+    Raises:
+      TypeError: it is not a number.
+      ValueError: it is outside these bounds.
+
+    Example:
+      >>> import kvjax
+      >>> kvjax.kit.check_number("share", 1.5, 0.0, 1.0)
+      Traceback (most recent call last):
+      ValueError: share must lie in (0, 1], got 1.5
+    """
     _check_is_number(name, value)
     if not above < value <= min(most, _MOST_NUMBER):
         bounds = (
@@ -52,7 +86,22 @@ def _check_is_number(name: str, value: float) -> None:
 
 
 def check_choice(name: str, value: object, known: tuple[object, ...]) -> None:
-    """Raises unless `value` is one of the known names or values."""
+    """Raises unless `value` is one of the known names or values.
+
+    Args:
+      name: name of the argument, for the message.
+      value: value that a user gave.
+      known: the values that it may have.
+
+    Raises:
+      ValueError: it is not one of them; the message lists them.
+
+    Example:
+      >>> import kvjax
+      >>> kvjax.kit.check_choice("pick", "midle", ("middle", "random"))
+      Traceback (most recent call last):
+      ValueError: pick must be one of ('middle', 'random'), got 'midle'; did you mean middle?
+    """
     if value not in known:
         raise ValueError(
             f"{name} must be one of {known}, got {brief(value)}{did_you_mean(value, known)}"

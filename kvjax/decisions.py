@@ -115,7 +115,13 @@ def _shown(kind: Any) -> str:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Mark(Decision):
-    """Nothing but new values of the method's own columns."""
+    """Nothing but new values of the method's own columns.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> list(kvjax.kit.Mark(columns={"score": jnp.zeros((1, 2, 16))}).columns)
+      ['score']
+    """
 
     columns: dict[str, Array]  # pyright: ignore[reportGeneralTypeIssues]  # required here
 
@@ -129,14 +135,21 @@ class Keep(Decision):
     with the highest score; ties go to the lower position, and NaN counts as the lowest score.
 
     Args:
-      budget: tokens to keep, of each row, or of each row and KV head.
+      budget: number of tokens to keep, of each row, or of each row and KV head.
       score: importance of each slot, per query head `[B, Q, S]` or per KV head `[B, H, S]`; None
         with `newest_first`.
-      always: tokens that stay whatever their score, such as sinks.
-      newest: how many of each row's newest positions stay whatever their score; an int for all.
-      reduce: how scores of query heads become one of their KV head; `"layer"`: as `"mean"`, and
-        then the mean over all KV heads of a row that hold the same tokens.
-      newest_first: whether the newer tokens are the more important (static).
+      always: whether each slot stays whatever its score, such as sinks; None: none does.
+      newest: number of each row's newest positions that stay whatever their score, an int for all
+        rows; None: 0.
+      reduce: how the scores of query heads become one of their KV head (static). `"layer"` takes
+        the mean over them, and then over all KV heads of a row that hold the same tokens.
+      newest_first: whether newer tokens are more important, in place of a score (static).
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> score = jnp.array([[[0.1, 0.5, 0.3]]])
+      >>> kvjax.kit.Keep(budget=jnp.array([2]), score=score).reduce
+      'mean'
     """
 
     budget: Int[Array, " B"] | Int[Array, "B H"]
@@ -196,12 +209,19 @@ class Retain(Decision):
     """Keep just these tokens and evict the others.
 
     Args:
-      keep: which tokens.
-      newest: how many of each row's newest positions are always among them, an int for all rows;
-        None: not known.
-      pinned: slots that are pinned from now on, and no others; None: as they were, and they stay.
-      values: what all slots' values become, `[B, H, S, D]`; None: they stay as they are. A method
-        that adds to them while decoding says `Needs.writes_values`, and adds to `exact_values`.
+      keep: whether each slot's token stays.
+      newest: number of each row's newest positions that `keep` always holds, an int for all rows;
+        None: it is not known.
+      pinned: whether each slot is pinned afterwards. None: pinned slots stay, whatever `keep` says,
+        and stay pinned.
+      values: new values of all slots; None: values stay as they are. A method that adds to them
+        while decoding says `Needs.writes_values`, and adds to `exact_values`.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> keep = jnp.arange(4) % 2 == 0
+      >>> kvjax.kit.Retain(keep=keep[None, None]).keep.tolist()
+      [[[True, False, True, False]]]
     """
 
     keep: Bool[Array, "B H S"]
@@ -238,6 +258,11 @@ class Merge(Decision):
       weights: of the members in the means; None: their masses.
       value_scale: `"log_mass"`: a merged slot's mass is the sum of its members'. `"paper"`: its
         values are multiplied by that sum instead, and its mass is 1. `"none"`: neither.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> kvjax.kit.Merge(into=jnp.array([[[1, 1, 2]]])).value_scale  # slot 0 goes into slot 1
+      'log_mass'
     """
 
     into: Int[Array, "B H S"]
@@ -270,8 +295,13 @@ class Order(Decision):
     """Put slots into another order: slot `slots[n]` becomes what slot `source[n]` was.
 
     Args:
-      source, slots: as in `kvjax.cache.rearrange.permute`. They leave rows that are not concerned
-        as they are.
+      source: a set of N slots, each once.
+      slots: the same set in another order, S for none; None: `0 ... S - 1`, all of them.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> kvjax.kit.Order(source=jnp.array([[[2, 0, 1]]])).source.shape  # slot 0 gets slot 2
+      (1, 1, 3)
     """
 
     source: Int[Array, "B H N"]
@@ -358,7 +388,21 @@ def decide(
 def group_scores(
     scores: Float[Array, "B Q S"], cache: KVCache, reduce: GroupReduce
 ) -> Float[Array, "B H S"]:
-    """One score per KV head from those of its group's query heads."""
+    """Makes one score per KV head from those of its group's query heads.
+
+    Args:
+      scores: score of each slot, per query head.
+      cache: the cache of one layer, which knows how many query heads a group has.
+      reduce: `"mean"`, `"max"` or `"sum"` over the group.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> cache = kvjax.init_cache(kvjax.Full(), batch=1, kv_heads=1, query_heads=2, head_dim=4,
+      ...                          max_prompt=2, max_new=0).kv
+      >>> scores = jnp.array([[[1.0, 3.0], [2.0, 0.0]]])
+      >>> kvjax.kit.group_scores(scores, cache, "max").tolist()
+      [[[2.0, 3.0]]]
+    """
     grouped = scores.reshape(*cache.shape[:2], cache.group, -1)
     return {"mean": jnp.mean, "max": jnp.max, "sum": jnp.sum}[reduce](grouped, axis=2)
 

@@ -1,8 +1,7 @@
 """Names for authors of methods, beside `kvjax.KVTransform`: the helpers of shipped methods.
 
-Also what shipped methods learn from a model, to make it in another way than by `kvjax.calibrated`.
-
-See `docs/writing-a-method.md`.
+Among them are the calibrations of shipped methods, for programs that make them in another way than
+by `kvjax.calibrated`. See `docs/writing-a-method.md`.
 """
 
 from kvjax.budgets.budgets import Budget, check_budget, most_slots, rows_budget

@@ -69,8 +69,8 @@ class KVJaxLM(TemplateLM):
 
     Args:
       pretrained: as in `from_pretrained`: a folder, a GGUF file, a name, or a hub id.
-      transform: a method or composition, as text for `kvjax.parse`. What it has to learn from the
-        model and does not name a file of, such as a profile of heads, is learned from the bundled
+      transform: a method or composition, as text for `kvjax.parse`. A calibration that it
+        needs and does not name a file of, such as a profile of heads, is made from the bundled
         model's text, and a profile is kept in the user's cache.
       budget: of every method in `transform` that takes a budget and has none of its own: slots per
         head (256), or a share of the context (0.2).

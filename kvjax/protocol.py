@@ -62,7 +62,7 @@ class Card:
     """Facts about a method that compute nothing: the class attribute `card` of a transform.
 
     The table of methods in README.md and `docs/methods/index.md`, `kvjax methods` and the tests of
-    all methods are made from it. What the method keeps is the first line of its docstring.
+    all methods are made from it. The first line of its docstring says what the method keeps.
 
     Args:
       acts: when it acts, such as "prompt, every step".
@@ -193,12 +193,14 @@ class Extent:
 
 
 class Asking(NamedTuple):
-    """Holds what a probe may use to make the tokens that look at documents, on the host.
+    """Model, tokenizer and length from which a probe makes the tokens that look at documents.
+
+    They are used on the host.
 
     Args:
       model: the `FunctionalModel` that reads the documents.
       encode: returns the token ids of a text, without special tokens; None: there are no words.
-      length: most tokens of a row, its document included: positions of what looks go on behind it.
+      length: most tokens of a row, the document and the tokens behind it that look at it.
     """
 
     model: Any
@@ -240,11 +242,11 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Probe:
-    """Notes what a method needs of a document, and may look at it when it has been read.
+    """Makes a record of a document for a method, and may look at the document afterwards.
 
-    A document is a prompt about which questions may come later: the first prompt of a context, and
-    what `kvjax.read` reads. A probe notes what it wants of the document's own tokens. Then tokens
-    of its choice may look: they attend to the document and to each other, and are not stored. This
+    A document is a prompt about which questions may come later: the first prompt of a context, or
+    any prompt of `kvjax.read`. A probe notes arrays of the document's own tokens. Then tokens of
+    its choice may look: they attend to the document and to each other, and are not stored. This
     class notes nothing, and tells documents from other prompts by its empty record.
 
     A probe is a value, as a transform is: hashable, and equal to others with equal fields.
@@ -285,11 +287,11 @@ class Probe:
         return Record()
 
     def read(self, record: Record, chunk: Chunk) -> Record:
-        """Notes what it wants of tokens of the document; a short one is a single chunk."""
+        """Returns the record with a chunk of the document noted; a short document is one chunk."""
         return record
 
     def look(self, record: Record, received: Float[Array, "B H G S"]) -> Record:
-        """Notes what a piece has looked at.
+        """Returns the record with the attention noted that a piece of looking tokens has paid.
 
         Args:
           received: the largest probability that each slot received from a query of the piece, in
@@ -302,23 +304,29 @@ class Needs(NamedTuple):
     """Requests of a transform to an attention call; `attend` computes nothing else.
 
     Args:
-      accumulated_attention: the column "attention", `[B, H, S, G]`, that sum over all calls.
-      query_window: `Step.query` holds this many of each row's last prompt queries.
-      query_share: and at least this share of `max_prompt`, and one more.
-      decode_queries: the window goes on with the queries of decoding.
-      decode_mass: `Step.mass` in decode steps, the probability that each slot received.
+      accumulated_attention: the sum of the attention that each slot receives in all calls, in the
+        column "attention", `[B, H, S, G]`.
+      query_window: number of each row's last prompt queries that `Step.query` holds.
+      query_share: share of `max_prompt`; `Step.query` holds at least that many queries and one.
+      decode_queries: whether `Step.query` goes on with the queries of decoding.
+      decode_mass: the probability that each slot received in a decode step, as `Step.mass`.
       unrotated_keys: the cache stores keys without RoPE, rotated when they are read.
       reposition: keys are rotated at their rank among the live slots and not at their position.
       predicted_query: `View.predicted`, where a model can give it.
-      probe: documents are looked at once more, or noted while they are read, by this probe, whose
-        record is `Step.record`; None: documents are prompts as others are.
+      probe: probe that makes the record of a document, `Step.record`; None: documents are treated
+        as other prompts.
       unfold: every query head has slots of its own: H is then Q, and a token's key and value are
         stored once for each query head of their KV head.
-      writes_values: its decisions give slots other values, by merging or adding. Where that is in
-        decode steps, or at many flushes, and values are not stored as float32, the cache has a
-        column for what rounding leaves out of them (`kvjax.cache.remainders`).
+      writes_values: its decisions give slots other values, by merging or adding. If that happens
+        in decode steps or at many flushes, and values are not stored as float32, the cache has a
+        column for the remainders of rounding (`kvjax.cache.remainders`).
       reordered_slots: a prompt's end moves slots of earlier prompts without freeing any, so that
         no stored form may encode slots in groups.
+
+    Example:
+      >>> import kvjax
+      >>> kvjax.SnapKV(budget=64, window=16).needs.query_window
+      16
     """
 
     accumulated_attention: bool = False
@@ -335,7 +343,7 @@ class Needs(NamedTuple):
     probe: Probe | None = None
 
     def union(self, other: Needs) -> Needs:
-        """Returns what serves both.
+        """Returns the requests of both.
 
         Raises:
           ValueError: they have two probes, and one reading of a document has one.
@@ -379,7 +387,7 @@ def on_request(**arrays: Any) -> dict[str, Any]:
 
 
 def _asked_for(requested: dict[str, Any], name: str) -> Any:
-    """Returns what was computed on request.
+    """Returns an array that was computed because a method asked for it.
 
     Raises:
       NotAskedFor: the method that reads has not asked for it.
@@ -425,7 +433,7 @@ class AttentionOptions:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Account of what has just happened, for a transform that is asked to decide.
+    """Account of a prompt, a flush or a decode step, for a transform that decides after it.
 
     Args:
       rows: the rows that it concerns: those that had tokens in the prompt or in the step; at a
@@ -483,7 +491,7 @@ class Step:
 
     @property
     def record(self) -> Record | None:
-        """Record of what the method's probe has noted of a document, for `Needs.probe`.
+        """Record that the method's probe has made of a document, for `Needs.probe`.
 
         It is None for prompts that are not documents, such as questions, and at other moments.
         """
@@ -803,7 +811,7 @@ def _cache_with(needs: Needs, cache: KVCache) -> KVCache:
 
 @contextlib.contextmanager
 def _naming(transform: KVTransform, member: str) -> Iterator[None]:
-    """Says whose `needs` do not ask for what is read, and what they would have to ask for."""
+    """Makes an error that names the `needs` which do not ask for an array, and the request."""
     try:
         yield
     except NotAskedFor as error:
@@ -816,7 +824,22 @@ def _naming(transform: KVTransform, member: str) -> Iterator[None]:
 
 
 def accumulated_attention(cache: KVCache) -> Float[Array, "B Q S"]:
-    """Attention that each slot has received so far, per query head (`Needs` has to ask for it)."""
+    """Returns the attention that each slot has received so far, from each query head.
+
+    Args:
+      cache: cache of a method whose `Needs` ask for the sum.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, kvjax
+      >>> cache = kvjax.init_cache(kvjax.H2O(budget=8), batch=1, kv_heads=1, query_heads=2,
+      ...                          head_dim=4, max_prompt=3, max_new=0)
+      >>> rows = jnp.ones((1, 2, 3, 4))
+      >>> attend = jax.jit(kvjax.attend, static_argnames="phase")
+      >>> _, cache = attend(
+      ...     cache, rows, rows[:, :1], rows[:, :1], jnp.arange(3)[None], phase="prompt")
+      >>> kvjax.kit.accumulated_attention(cache.kv).sum(-1).tolist()  # 1 from each of 3 queries
+      [[3.0, 3.0]]
+    """
     batch, kv_heads, slots = cache.shape
     attention = jnp.moveaxis(cache.column(ATTENTION), -1, 2)
     return attention.reshape(batch, kv_heads * cache.group, slots)

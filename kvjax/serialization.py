@@ -67,6 +67,15 @@ def static_value(value: Class) -> Class:
 
     It is for values in fields of a method or a state: a NamedTuple, or a frozen dataclass. A method
     that has a name (`kvjax.register`) needs no decorator.
+
+    Example:
+      >>> import dataclasses, kvjax
+      >>> @kvjax.kit.static_value
+      ... @dataclasses.dataclass(frozen=True)
+      ... class Schedule:
+      ...     first: float
+      >>> Schedule(0.5)
+      Schedule(first=0.5)
     """
     VALUES[class_name(value)] = value
     return value

@@ -66,9 +66,9 @@ def check(transform: KVTransform, *, num_layers: int = 2, rtol: float = 1e-4) ->
     - shapes and dtypes of a cache and of the method's state never change;
     - a decode step holds no loop and no conditional of the method.
 
-    Prompts have up to 40 tokens, so that a budget of about 12 tokens, or 0.3, suits. What a method
-    learns from a model (`kvjax.kit.Learner`, `ByHead`) it learns from a small random one, unless it
-    has learned already. The check warns of a method that evicts and does not promise so in
+    Prompts have up to 40 tokens, so that a budget of about 12 tokens, or 0.3, suits. A method
+    that learns from a model (`kvjax.kit.Learner`, `ByHead`) learns from a small random one, unless
+    it has learned already. The check warns of a method that evicts and does not promise so in
     `extent`, because that saves no bytes.
 
     Args:
@@ -370,8 +370,8 @@ def _idle_rows(case: _Case) -> None:
     case.same_tokens(idle, cache, (1,), message)
     message = "stores {name} of a row otherwise after steps and a prompt of other rows"
     case.same_rows(cache, idle, 1, message)
-    # What a method remembers of the row shows in what it decides next: the row goes on, once from
-    # `cache` as it was, and once from `idle`, after steps and a prompt of other rows.
+    # The state that a method has of the row shows in its next decisions: the row goes on, once
+    # from `cache` as it was, and once from `idle`, after steps and a prompt of other rows.
     turn = np.full((_BATCH, _WIDTH), -1)
     turn[1, :12] = np.arange(start[1] + 5, start[1] + 17)
     outs, decoded = case.decode(cache, start, 5, only)

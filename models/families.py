@@ -131,7 +131,7 @@ def what_is_missing(model_type: object) -> str:
 
 
 def _missing_for(raw: Mapping[str, Any]) -> str:
-    """Returns what a model would need, by its `model_type` or else by its options."""
+    """Returns why a model is not supported, by its `model_type` or else by its options."""
     by_option = (reason for option, reason in _UNSUPPORTED_OPTIONS.items() if raw.get(option))
     return what_is_missing(raw.get("model_type")) or next((f": {x}" for x in by_option), "")
 

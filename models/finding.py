@@ -21,7 +21,7 @@ def find_model(model: str | os.PathLike[str]) -> Path:
 
     Raises:
       TypeError: `model` is neither text nor a path.
-      ValueError: it is none of these, or an id that cannot be downloaded; one line says why.
+      ValueError: it is not one of these, or an id that cannot be downloaded; one line says why.
 
     Example:
       >>> from kvjax.models import demo

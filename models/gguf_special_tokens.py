@@ -43,9 +43,9 @@ _TAG = re.compile(r"</?[^<>\s/]+>")
 def end_tokens(metadata: Mapping[str, Any]) -> list[Any]:
     """Returns the tokens that end an answer in llama.cpp, sorted if all are integers.
 
-    They are the tokens that the file names as ends and those with the text of an end token. Of each
-    kind of fill-in-the-middle tokens, llama.cpp takes the first that it encounters. Here all are
-    taken, unless the file names one.
+    They are the tokens that the file names as ends and those with the text of an end token.
+    llama.cpp takes the first fill-in-the-middle token of each kind that it encounters. Here all
+    are taken, unless the file names one.
 
     Args:
       metadata: metadata of the file.

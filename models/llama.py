@@ -26,8 +26,9 @@ def mistral_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """Reads a `MistralForCausalLM` or `MinistralForCausalLM` configuration from `config.json`.
 
     Missing values have the defaults of `transformers.MistralConfig`: 8 KV heads and a sliding
-    window of 4,096 tokens in all layers. A window of `null` is none. A Mistral with `layer_types`
-    is a Ministral, as in `transformers`: only the layers that it names have the window.
+    window of 4,096 tokens in all layers. A window of `null` means that there is none. A Mistral
+    with `layer_types` is a Ministral, as in `transformers`: only the layers that it names have the
+    window.
     """
     window = read_window(raw, 4096)
     return read_decoder(

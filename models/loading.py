@@ -400,8 +400,8 @@ def random_decoder(
 
     Args:
       config: configuration of the decoder.
-      seed: equal seeds give equal weights.
-      dtype: dtype of the weights.
+      seed: seed of the weights, 0 by default.
+      dtype: dtype of the weights, float32 by default.
 
     Returns:
       A `Decoder`.

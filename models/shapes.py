@@ -21,6 +21,7 @@ from .checkpoints import read_config
 from .config import DecoderConfig
 from .decoder import Decoder
 from .families import FAMILIES, check_model_type, parse_config
+from .packaged import PACKAGED, find_packaged
 from .placement import weight_placement
 from .tensor_names import ParameterPath
 
@@ -85,13 +86,13 @@ def shape_config(model: str | os.PathLike[str], layers: int | None = None) -> De
 
     Args:
       model: a folder with `config.json`, such a file by itself, a GGUF file (only its header is
-        read), or a name of `SHAPES`. The storage of a folder's weights (`quantization_config`) is
-        ignored.
+        read), a name of `SHAPES`, or that of a packaged model, such as `"smollm2"`. The storage of
+        a folder's weights (`quantization_config`) is ignored.
       layers: number of layers to keep, from the first on; None: all.
 
     Raises:
-      TypeError, ValueError: `model` is none of these, `read_config` refuses its configuration, or
-        it does not have as many layers.
+      TypeError, ValueError: `model` is not one of these, its package is not installed,
+        `read_config` refuses its configuration, or it does not have as many layers.
 
     Example:
       >>> from kvjax.models.shapes import shape_config
@@ -106,17 +107,19 @@ def shape_config(model: str | os.PathLike[str], layers: int | None = None) -> De
 
 
 def _full_config(model: str | os.PathLike[str]) -> DecoderConfig:
-    path = Path(model)
+    path, name = Path(model), os.fspath(model)
     if path.is_dir():
         path /= "config.json"
+    elif name in PACKAGED and not path.is_file():
+        path = find_packaged(name)
     # Recognised by content: `is_gguf` is true of any file, and this may be a `config.json`.
     if path.is_file() and _begins_as_gguf(path):
         return read_config(path)
-    name = os.fspath(model)
     if not path.is_file() and name not in SHAPES:
+        known = (*SHAPES, *PACKAGED)
         raise ValueError(
-            "a shape must be a folder with config.json, such a file, a GGUF file, or one of "
-            f"{', '.join(SHAPES)}, got {brief(name)}{did_you_mean(name, SHAPES)}"
+            "a model must be a folder with config.json, such a file, a GGUF file, or one of "
+            f"{', '.join(known)}, got {brief(name)}{did_you_mean(name, known)}"
         )
     raw = read_json(path) if path.is_file() else SHAPES[name]
     check_model_type(raw, path)

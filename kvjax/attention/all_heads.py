@@ -163,7 +163,7 @@ def cut(transform: KVTransform, cache: Cache, reading: Reading) -> Cache:
         has left of it, which is only stored.
 
     Returns:
-      The cache after the prompt. What was stored stays as it is, bit for bit.
+      The cache after the prompt. Rows that were stored stay as they are, bit for bit.
     """
     if not isinstance(transform, HeadGroups):
         return compress(_with_slots_as_read(_reading_of(cache, reading), reading.kv))
@@ -265,7 +265,7 @@ def _first_slots(kv: KVCache, slots: int) -> KVCache:
 def _decided_reading_of(
     part: LayerCache, transform: HeadGroups, heads: range, decided: Reading
 ) -> Reading:
-    """Returns what the method for all heads has left of some of them, for their rectangle."""
+    """Cuts the decision of the method for all heads to the rectangle of some of them."""
     reading = _reading_of(part, of_heads(decided, heads))
     kv = _first_slots(reading.kv, part.kv.capacity)
     changed = jax.tree.map(
@@ -305,7 +305,7 @@ def _join_state(whole: Array, *parts: Array) -> Array:
 
 
 def _cut_state(whole: Array, part: Array, heads: range) -> Array:
-    """Returns what a group has of an array of the state of all heads."""
+    """Cuts an array of the state of all heads to the heads of a group."""
     axis = _axis_of_heads(whole, part)
     if axis is None:
         return whole

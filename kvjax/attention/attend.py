@@ -115,8 +115,8 @@ def attend(
       implementation: of the operations in `pallas_kernels`: "pallas", "interpret" (their kernels,
         interpreted), "xla", or None, the best that can run. Kernels see the arrays of one device:
         of arrays divided among several, None takes XLA unless inside `shard_map`, as with a cache
-        that was made for a mesh (`init_cache(mesh=)`). They round queries to the dtype of what is
-        stored.
+        that was made for a mesh (`init_cache(mesh=)`). They round queries to the dtype of the
+        stored keys.
 
     Returns:
       Attention output in the layout and the dtype of `q`, and the new cache.
@@ -176,7 +176,7 @@ def attend(
 
 
 def _swapped(x: Any) -> Any:
-    """Swaps the axes of tokens and of heads; what is no such array is refused later."""
+    """Swaps the axes of tokens and of heads; anything but such an array is refused later."""
     return x.swapaxes(1, 2) if getattr(x, "ndim", None) == 4 else x
 
 
@@ -256,7 +256,7 @@ def begin_document(cache: Cache) -> Cache:
       A reading, which `attend` takes with the document's first tokens in the place of the cache.
 
     Raises:
-      TypeError: `cache` is none.
+      TypeError: `cache` is not the cache of a layer.
       ValueError: `attend` has read tokens of the prompt already.
 
     Example:

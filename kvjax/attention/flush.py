@@ -35,7 +35,7 @@ def flush(
     steps: int | None = None,
     implementation: str | None = None,
 ):
-    """Does what is to be done with new tokens every M decode steps.
+    """Lets methods compress or index the tokens of the last M decode steps.
 
     Methods that work now and then (`Every`, `Chelsea`, `ClusterKV`, `Codebook`, ...) leave new
     tokens as they come, so that a decode step appends, selects, attends and evicts one slot at
@@ -89,10 +89,20 @@ def flush(
 
 
 def flush_interval(caches: Cache | tuple[Cache, ...]) -> int | None:
-    """M: after so many decode steps the caches must be flushed; None: never.
+    """Returns the number of decode steps after which the caches must be flushed; None: never.
 
-    The least of all layers' intervals, also of caches that are stacked by layer. Caches that flush
-    themselves have none. It is static, as `flush` and the loop around it need it.
+    It is the least of all layers' intervals. Caches that flush themselves have none. It is a Python
+    number, as `flush` and the loop around it need it.
+
+    Args:
+      caches: of one layer or several, also stacked by layer.
+
+    Example:
+      >>> import kvjax
+      >>> tx = kvjax.Every(kvjax.SnapKV(budget=64), steps=16)
+      >>> kvjax.flush_interval(kvjax.init_cache(tx, batch=1, kv_heads=1, head_dim=4,
+      ...                                       max_prompt=128, max_new=64))
+      16
     """
     check_caches(caches, "flush_interval", stacked=True, resting=True)
     waits = (cache for cache in layer_caches(caches) if cache.clock is None)

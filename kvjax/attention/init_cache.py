@@ -59,42 +59,41 @@ def init_cache(
     soft_cap: float | None = None,
     rope: Rope | None = None,
 ) -> Cache:
-    """An empty cache for one attention layer, of the capacity that the transform promises.
+    """Makes an empty cache for one attention layer, with the slots that the transform promises.
 
     Args:
       transform: the layer's transform (one element of `bind`'s result).
       batch: rows; in `jax.eval_shape`, a symbolic dimension of `jax.export` too.
-      kv_heads, head_dim: as in the model.
+      kv_heads, head_dim: number of KV heads, and channels of each, as in the model.
       max_prompt, max_new: most prompt tokens and most new tokens of a row, all turns together.
       query_heads: as in the model; `kv_heads` by default.
-      dtype: of keys and values; by default float32 on CPU, where bfloat16 is several times slower,
-        and bfloat16 elsewhere.
+      dtype: dtype of keys and values; by default float32 on CPU, where bfloat16 is several times
+        slower, and bfloat16 elsewhere.
       layer: the number of the layer, on which budgets, random numbers and calibrations depend. By
         default 0, or the layer that the transform was bound to, if it stands for that one alone.
       mesh: devices that `attend` divides the cache among, with axes "data" for its rows and
         "tensor" for its heads. Rows that the axis does not divide evenly are on all of its
-        devices, and so are KV heads, and those of `HeadGroups`. None: one device, or what XLA
-        makes of where the arrays are.
-      max_length: the `LayerCache.max_length`, by which a model decides what depends on the length
-        of a text, such as the frequencies of LongRoPE; by default `max_prompt + max_new`. It bounds
-        nothing.
-      scale: of the logits in every call of `attend`, a Python number; `head_dim ** -0.5` by
+        devices, and so are KV heads, and those of `HeadGroups`. None: one device, or
+        as XLA divides the arrays that it is given.
+      max_length: length of a text for models that depend on it, such as those with the frequencies
+        of LongRoPE (`LayerCache.max_length`); `max_prompt + max_new` by default. It bounds nothing.
+      scale: scale of the logits in every call of `attend`, a Python number; `head_dim ** -0.5` by
         default.
-      window: sliding window: a query sees the newest `window` positions, and what lies outside is
-        hidden. None: all, or the window of a `kvjax.Ring`, which does not hold other tokens.
-      soft_cap: bounds logits, `c · tanh(logit / c)`. None: no.
-      rope: the one that prompts will be given, or one of its form. Methods that look at unrotated
-        keys at a flush keep it in the cache; with it an empty cache has the structure of a used one
-        for them too, as `jax.lax.cond` and restored checkpoints need. None: it joins such a cache
-        with the first prompt.
+      window: number of newest positions that a query sees. None: all, or the window of a
+        `kvjax.Ring`, which does not hold other tokens.
+      soft_cap: bound c of the logits, `c · tanh(logit / c)`; None: no bound.
+      rope: the `Rope` of the prompts to come, or one with arrays of the same shapes. Methods that
+        look at unrotated keys at a flush keep it in the cache, whose structure is then that of a
+        used one, as `jax.lax.cond` and restored checkpoints need. None: such a method puts it into
+        the cache with the first prompt.
 
     Returns:
       A `LayerCache`, or a tuple of them, one per group, for `HeadGroups`.
 
     Raises:
-      TypeError, ValueError: a count that is not a positive int, heads that don't divide, a dtype
-        that is not floating, a scale that is an array or traced (`1 / jnp.sqrt(16)`), a transform
-        that must be bound to a layer first, or that was bound to others than `layer`; a mesh with
+      TypeError, ValueError: a count is not a positive int, `query_heads` is not a multiple of
+        `kv_heads`, `dtype` is not floating, `scale` is an array or traced (`1 / jnp.sqrt(16)`), the
+        transform must be bound to a layer first or was bound to others than `layer`, or `mesh` has
         other axes.
 
     Example:

@@ -36,7 +36,7 @@ from pallas_kernels.attention.call import Elsewhere, join_elsewhere
 
 
 def begin(caches: Any, *, empty: bool = False, document: bool = False) -> Any:
-    """Makes readings of caches, in which what they store is dense, for a prompt that is to come.
+    """Makes readings of caches, with keys and values decoded, for a prompt that is to come.
 
     Args:
       caches: of one layer or of several. Donate them. Readings stay as they are.
@@ -143,8 +143,8 @@ def before_look(caches: Any) -> Any:
 def look(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B Q T D"], Reading]:
     """Lets tokens attend to the prompt and to each other, and stores none of them.
 
-    They are a piece of what the transform's probe looks with. Their positions go on behind the
-    prompt. Each piece sees the prompt and itself, and no other piece.
+    They are a piece of the tokens with which the transform's probe looks. Their positions go on
+    behind the prompt. Each piece sees the prompt and itself, and no other piece.
 
     Returns:
       The output, `[B, Q, T, D]` in the dtype of q, and the reading, in whose record the probe has
@@ -192,7 +192,7 @@ def step_of(reading: Reading, implementation: str | None = None) -> Step:
 
 
 def compress(reading: Reading, implementation: str | None = None) -> LayerCache:
-    """Ends a prompt: carries out what the transform decides, and gives the layer's cache back.
+    """Ends a prompt: carries out the transform's decisions, and gives the layer's cache back.
 
     Parts that evict or merge come first. The slots are then brought to the cache's capacity, other
     parts see them so, and keys and values are stored in their form again.
@@ -207,7 +207,7 @@ def compress(reading: Reading, implementation: str | None = None) -> LayerCache:
 def evicted(
     reading: Reading, implementation: str | None = None, *, to_front: bool = False
 ) -> Reading:
-    """Carries out what the parts decide that evict or merge: the first half of `compress`.
+    """Carries out the decisions of parts that evict or merge: the first half of `compress`.
 
     Args:
       to_front: whether the slots that stay become the first ones in any case. Otherwise they stay

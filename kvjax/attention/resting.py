@@ -95,7 +95,7 @@ def _taken(cache: Cache) -> Int[Array, "P 6"]:
 def rest(cache: Cache, sizes: LayerRest) -> Cache:
     """Returns a layer's cache at rest, in memory of its own.
 
-    What is stored stays as it is, bit for bit, and where it is.
+    Stored rows stay as they are, bit for bit, and where they are.
     """
     sizes_of_parts = iter(sizes)
 
@@ -202,7 +202,7 @@ def _unpacked(part: Packed, slots: int) -> LayerCache:
 
 
 def positions_at_rest(kv: KVCache) -> Int[Array, " N"]:
-    """Returns the positions of what rests, `FREE` in free places."""
+    """Returns the positions of tokens at rest, `FREE` in free places."""
     position = kv.position[0, 0]
     if position.dtype == jnp.uint16:
         free = position == jnp.iinfo(jnp.uint16).max

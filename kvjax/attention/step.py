@@ -74,7 +74,7 @@ def _prepared(needs: Needs, tokens: Tokens, call: Call) -> Tokens:
 
 
 def _elsewhere(view: View, queries: Queries, call: Call) -> Elsewhere | None:
-    """Returns what the queries see beside the slots: learned sinks, and what a view estimates."""
+    """Returns the keys that queries see beside the slots: learned sinks and estimates of a view."""
     sinks = Elsewhere.sinks(call.options.sinks, queries.q)
     if view.estimate is None:
         return sinks
@@ -93,7 +93,7 @@ def _elsewhere(view: View, queries: Queries, call: Call) -> Elsewhere | None:
 
 
 def attend_only(cache: LayerCache, tokens: Tokens, call: Call) -> Float[Array, "B Q T D"]:
-    """Attends to what the cache holds: queries alone, of which the transform takes no notice."""
+    """Attends to the cache with queries alone, of which the transform takes no notice."""
     transform, needs, positions = cache.transform, cache.transform.needs, tokens.positions
     tokens = _prepared(needs, tokens, call)
     q, kv, rotation = tokens.q, cache.kv, None

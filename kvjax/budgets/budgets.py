@@ -71,7 +71,18 @@ def slots_for(budget: Budget, lengths: np.ndarray | int, minimum: int) -> np.nda
 
 
 def most_slots(budget: Budget, max_length: int, minimum: int) -> int:
-    """Returns the largest budget of any prompt of up to `max_length` tokens."""
+    """Returns the largest budget of any prompt of up to `max_length` tokens.
+
+    Args:
+      budget: number of slots, or share of the prompt.
+      max_length: most tokens of a prompt.
+      minimum: smallest workable number of slots, to which a share is raised.
+
+    Example:
+      >>> import kvjax
+      >>> kvjax.kit.most_slots(0.25, 1000, 32), kvjax.kit.most_slots(0.25, 80, 32)
+      (250, 32)
+    """
     return int(slots_for(budget, np.arange(max_length + 1), minimum).max())
 
 
@@ -87,8 +98,22 @@ def rows_budget(
     With `HeadShares`, each row and head has a budget.
 
     Args:
+      budget: number of slots, or share of a row's length.
+      length: tokens of each row.
+      max_length: length beyond which a share grows no more.
+      minimum: smallest workable number of slots, to which a share is raised.
       table: a layer's budgets over lengths `[L]` (`kvjax.budgets.layers.layer_table`), which
-        replace `budget`, or the shares of its heads `[H]` for `HeadShares`; empty: there are none.
+        replace a `budget` that is a share, or the shares of its heads `[H]` for `HeadShares`;
+        empty: there are none.
+
+    Returns:
+      Slots of each row `[B]`, or of each row and KV head `[B, H]` for `HeadShares`.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> lengths = jnp.array([400, 80, 2000])
+      >>> kvjax.kit.rows_budget(0.25, lengths, max_length=1000, minimum=32).tolist()
+      [100, 32, 250]
     """
     if isinstance(budget, int | np.integer):
         return jnp.full(length.shape, budget, jnp.int32)

@@ -49,7 +49,16 @@ Moves = tuple[Int[Array, "B H N"], Int[Array, "B H N"]]  # source slots, and the
 def write_slots(x: Array, index: Int[Array, "B H T"], rows: Array) -> Array:
     """Writes `rows [B, H, T, ...]` into `x [B, H, S, ...]`; index S writes nothing.
 
-    No index is negative.
+    Args:
+      x: values of all slots.
+      index: the slot of each row; none is negative.
+      rows: new values, which are cast to the dtype of `x`.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> x, rows = jnp.array([[[5, 6, 7]]]), jnp.array([[[1, 2]]])
+      >>> kvjax.kit.write_slots(x, jnp.array([[[2, 3]]]), rows).tolist()
+      [[[5, 6, 1]]]
     """
     rows = rows.astype(x.dtype)
     if x.ndim == 3 and index.shape[2] == 1:
@@ -75,10 +84,20 @@ def sum_into(
 
     Args:
       into: the place of each row, not negative; a row whose place does not exist is left out.
+      x: the rows, `[B, H, N, ...]`.
       places: number of places; N by default.
       implementation: of `pallas_kernels.segment_sum`. XLA by default, whose order of additions is
         not fixed on a GPU: that is the best choice for integers, and where no two rows go into the
         same place. Elsewhere give `Step.implementation`, so that equal caches have equal sums.
+
+    Returns:
+      The sums, `[B, H, places, ...]`.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> into, x = jnp.array([[[1, 1, 0]]]), jnp.array([[[5, 6, 7]]])
+      >>> kvjax.kit.sum_into(into, x, 2).tolist()
+      [[[7, 11]]]
     """
     return segment_sum(x, into, places, implementation=implementation)
 
@@ -301,8 +320,8 @@ class RowPayload(ABC):
     """Base class of stored forms that encode each row by itself: the key or value of one token.
 
     A subclass is a frozen dataclass of arrays `[B, H, S, ...]` under the decorator
-    `kvjax.kit.pytree_node`. It has `encoded` and `decoded`. What a prompt leaves unchanged stays as
-    it is stored, however much the form loses when it encodes a row again.
+    `kvjax.kit.pytree_node`. It has `encoded` and `decoded`. Rows that a prompt leaves unchanged
+    stay as they are stored, however much the form loses when it encodes a row again.
     """
 
     room = property(lambda self: None)

@@ -36,9 +36,9 @@ class _Noted(dict[str, Array]):
 @pytree_node
 @dataclass(frozen=True)
 class Record:
-    """Holds what a `Probe` notes of a document. It is gone when the prompt has been compressed.
+    """Arrays that a `Probe` notes of a document, until the prompt has been compressed.
 
-    Head groups, meshes and padding treat arrays by their axes, and know nothing else of them.
+    Head groups, meshes and padding treat them by their axes, and know nothing else of them.
 
     Args:
       slots: arrays by slot, `[B, H, S, ...]`; slots that are added get zeros.

@@ -11,14 +11,40 @@ from pallas_kernels.base.varying import varying
 
 
 def evictable(cache: KVCache) -> Bool[Array, "B H S"]:
-    """Returns the live slots that may be evicted; pinned ones stand outside the budget."""
+    """Marks the live slots that may be evicted; pinned ones stand outside the budget.
+
+    Args:
+      cache: the cache of one layer.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> cache = kvjax.init_cache(kvjax.Full(), batch=1, kv_heads=1, head_dim=4, max_prompt=3,
+      ...                          max_new=0).kv
+      >>> rows = jnp.ones((1, 1, 2, 4))
+      >>> cache, _ = kvjax.kit.append(cache, rows, rows, jnp.arange(2)[None])
+      >>> kvjax.kit.evictable(cache).tolist()
+      [[[True, True, False]]]
+    """
     return cache.live & ~cache.pinned
 
 
 def newest(cache: KVCache, count: int | Int[Array, " B"]) -> Bool[Array, "B H S"]:
-    """Returns the live slots of each row's newest `count` positions, from `length - count` on.
+    """Marks the live slots of each row's newest `count` positions, from `length - count` on.
 
     There are fewer than `count` of them if positions have gaps.
+
+    Args:
+      cache: the cache of one layer.
+      count: number of positions, of each row or of all rows.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> cache = kvjax.init_cache(kvjax.Full(), batch=1, kv_heads=1, head_dim=4, max_prompt=3,
+      ...                          max_new=0).kv
+      >>> rows = jnp.ones((1, 1, 3, 4))
+      >>> cache, _ = kvjax.kit.append(cache, rows, rows, jnp.arange(3)[None])
+      >>> kvjax.kit.newest(cache.replace(length=jnp.array([3])), 2).tolist()
+      [[[False, True, True]]]
     """
     first = cache.length - count
     return cache.live & (cache.position >= first[:, None, None])
@@ -32,16 +58,25 @@ def keep_best(
     *,
     unroll: bool = False,
 ) -> Bool[Array, "B H S"]:
-    """Returns the `count` candidates with the highest score, ties to the lower position.
+    """Marks the `count` candidates with the highest score, ties to the lower position.
 
-    `count` may differ from row to row, and from head to head. The score and the position of the
-    last one that is kept are found by bisection, which streams scalars: on CPU that is thirty times
-    faster than a sort.
+    The score and the position of the last one that is kept are found by bisection, which streams
+    scalars: on CPU that is thirty times faster than a sort.
 
     Args:
+      score: score of each slot.
+      candidates: whether each slot may be kept at all.
+      position: token position of each slot.
+      count: number of slots to keep, of each row, or of each row and KV head.
       unroll: whether the rounds of the bisections are compiled one after the other, and not as a
         loop. This is for a decode step on a GPU, which would wait for each round of a loop; it
         takes longer to compile.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> score, position = jnp.array([[[0.1, 0.5, 0.5]]]), jnp.array([[[0, 1, 2]]])
+      >>> kvjax.kit.keep_best(score, position >= 0, position, jnp.array([1])).tolist()
+      [[[False, True, False]]]
     """
     count = count.reshape(*count.shape, *(1,) * (3 - count.ndim))
     value = jnp.where(candidates, _ordered(score), 0)

@@ -44,8 +44,14 @@ class Column:
 
     Args:
       values: the data.
-      fill: value that a new token starts with.
-      merge: value of a merged slot: the `"sum"` of its members' values, or its own (`"keep"`).
+      fill: value that a new token starts with, 0 by default (static).
+      merge: value of a merged slot: the `"sum"` of its members' values, or its own (`"keep"`);
+        `"sum"` by default (static).
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> kvjax.kit.Column(jnp.zeros((1, 2, 16)), merge="keep").fill
+      0.0
     """
 
     values: Array

@@ -52,14 +52,14 @@ class Units(NamedTuple):
         return self.grid(x).any(-1)
 
     def slots_of_tokens(self, x: Bool[Array, "B H U size"]) -> Bool[Array, "B H S"]:
-        """Brings what is true for each token of the units to its slot; False outside of units."""
+        """Puts the mark of each token of the units at its slot; False outside of units."""
         places = self.count * self.size
         inside = (self.position >= 0) & (self.position < places)
         flat = x.reshape(*x.shape[:2], places)
         return take_slots(flat, jnp.clip(self.position, 0, places - 1)) & inside
 
     def slots(self, x: Bool[Array, "B H U"]) -> Bool[Array, "B H S"]:
-        """Brings what is true for each unit to the slots of its tokens; False outside of units."""
+        """Puts the mark of each unit at the slots of its tokens; False outside of units."""
         return self.slots_of_tokens(jnp.repeat(x[..., None], self.size, axis=-1))
 
     def join(self, bits: Bool[Array, "B Q S"], heads: int | None = None) -> Bool[Array, "B U N"]:

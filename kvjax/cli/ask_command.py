@@ -27,7 +27,7 @@ DESCRIPTION = """\
 Answers questions about a document that kvjax read has read, all of them in one
 batch, whose rows are a power of two, so that few of its sizes are compiled for.
 The folder stays as it is, and no question knows of another. A conversation that
-kvjax chat has saved can be asked, too: each question is its next turn. Of a library,
+kvjax chat has saved can be asked, too: each question is its next turn. In a library,
 which kvjax read makes of several documents, every document is asked, one after the
 other; FOLDER/NAME is one of them."""
 EXAMPLES = """\

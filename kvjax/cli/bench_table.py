@@ -48,9 +48,14 @@ def print_report(console: Console, record: Mapping[str, Any]) -> None:
     _print_table(console, rows, varied, [_times(row) for row in rows])
     _print_table(console, rows, varied, [_floors(row) for row in rows])
     _print_table(console, rows, varied, [_bytes(row, hosted) for row in rows])
+    rounds = "one round"
+    if record["rounds"] > 1:
+        rounds = (
+            f"the fastest of {record['rounds']} rounds, of which the slowest took up to "
+            f"{_spread(rows):.1f} times as long"
+        )
     console.print(
-        f"Times are those of the fastest of {record['rounds']} rounds, of which the slowest took "
-        f"up to {_spread(rows):.1f} times as long; of full: divided by the full cache's. A step "
+        f"Times are those of {rounds}; of full: divided by the full cache's. A step "
         "writes a token of every row. end to end: the prompts and all new tokens; tokens per s: "
         "new ones of all rows in that time. Floors: the products of a prompt pass with the full "
         "cache at the machine's rate, and the weights and caches that a step reads at its "

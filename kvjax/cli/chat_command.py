@@ -37,9 +37,9 @@ A line is a turn, and so are lines that are pasted together. Lines that are not 
   /reset        begins anew, or goes back to what CONTEXT holds
   /quit         ends
 Ctrl-C ends an answer that is being written, and clears a line that has been begun.
-By default every token stays, in 8 bits. Of a long text in the first turn,
-by_head(chain(own_queries, quantize(bits=4, group=64))) keeps a part, a fifth with
---budget 0.19."""
+By default every token stays, in 8 bits. With --budget 0.19,
+by_head(chain(own_queries, quantize(bits=4, group=64))) keeps a fifth of a long text in
+the first turn."""
 EXAMPLES = """\
 examples:
   kvjax chat --model DIR
@@ -150,7 +150,7 @@ class Chat:
                 self._dialogue = self._state.dialogue(opened.tokenizer)
                 self._model = opened.load(args)
         before = self._state.conversation
-        # What every turn has in common; a saved conversation goes on as it was.
+        # These settings are those of every turn; a saved conversation goes on as it was.
         self._settings = Conversation(
             system=args.system if before is None else before.system,
             ended_by=(),

@@ -153,9 +153,9 @@ def calibrated(
 ) -> kvjax.KVTransform:
     """Returns a transform that has learned from the model.
 
-    What belongs to a model and hardly to a text, such as a profile of heads, is found in the user's
-    cache, or made from the bundled model's text, and a line on standard error says so. The rest is
-    made from the first tokens of the prompt; without one, it stays missing.
+    A calibration that depends on the model and hardly on a text, such as a profile of heads, is
+    found in the user's cache, or made from the bundled model's text, and a line on standard error
+    says so. The rest is made from the first tokens of the prompt; without one, it stays missing.
     """
     layers, measuring = as_functional(model).num_layers, display.measuring(1, 1)
 
@@ -174,7 +174,7 @@ def calibrated(
         if not method.kept:
             return
         place, name = user_cache(), kvjax.unparse(method.source(), budget=False)
-        kept = "" if place is None else f"; that is kept in {place / KEPT}"
+        kept = "" if place is None else f"; kept for the next time in {place / KEPT}"
         display.line(
             f"calibrated {name} from {SAMPLE_TEXTS} pieces of the bundled model's text in "
             f"{seconds:.0f} s{kept}"

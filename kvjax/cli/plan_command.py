@@ -48,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", metavar="DIR_OR_SHAPE", required=True,
         help="folder with config.json, such a file, a GGUF file, or a name such as "
-        "llama-3.1-8b")  # fmt: skip
+        "llama-3.1-8b or smollm2")  # fmt: skip
     add("--mesh", metavar="SIZES", type=mesh_sizes, default={"tensor": 1},
         help="devices that divide rows (data) and heads (tensor), as data=2,tensor=4 (default: "
         "one device)")  # fmt: skip

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 from rich.filesize import decimal
 
 import kvjax
+from kvjax.attention.init_cache import default_dtype
 from kvjax.cli import options
 from kvjax.cli.inputs import check_text, read_text
 from kvjax.cli.library import TOGETHER, batches, check_no_library, places
@@ -33,13 +35,13 @@ _MAX_QUESTIONS = 256  # tokens of a question, where the method has room for them
 
 DESCRIPTION = """\
 Reads a document into a compressed cache and saves that in a folder, for
-kvjax ask and kvjax chat. What an earlier kvjax read wrote there is replaced.
+kvjax ask and kvjax chat. A document that the folder holds is replaced.
 --piece reads and compresses so many tokens at a time, and saves what has been
 read: the same command, given again after Ctrl-C, goes on from there.
 Several documents make a library: each is saved in FOLDER, in a folder with the name
-of its file without the ending. Those of similar length are read together. The same
-command, given again, leaves documents that are there as they are, and reads the rest;
-so it goes on after Ctrl-C, and adds new documents. kvjax ask asks all or one.
+of its file without the ending. Those of similar length are read together. Given
+again, the command leaves documents that are there as they are, and reads the rest; so
+it goes on after Ctrl-C, and adds new documents. kvjax ask asks all or one.
 By default every token stays, in 8 bits. --bytes says how small the document has
 to be: 0.06 keeps about a quarter of the tokens, keys in 4 bits and values in 2, by
 what the document itself looks at, which on two small models answers questions about
@@ -275,10 +277,10 @@ def _read(
 
 
 def _print_document(out: object, row: dict[str, Any], method: str) -> None:
-    """Prints a line on a document that has been read."""
+    """Prints a line on a document that has been read, whose cache has the default dtype."""
     print(
         f"{out}: {row['prompt_tokens']:,} tokens with {method} in {decimal(row['cache_bytes'])} at "
-        f"rest, {share(row)} of the full cache"
+        f"rest, {share(row)} of the full cache in {jnp.dtype(default_dtype())}"
     )
 
 

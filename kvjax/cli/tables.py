@@ -81,5 +81,7 @@ def print_table(
         if groups[-1] and not fits([*groups[-1], place], width):
             groups.append([])
         groups[-1].append(place)
-    for group in groups:
+    for number, group in enumerate(groups):
+        if number and not look.get("show_edge", True):
+            console.print()
         console.print(table(group))

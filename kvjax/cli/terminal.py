@@ -172,13 +172,14 @@ def print_figures(record: Mapping[str, Any], last: str = "") -> None:
       record: the object that `--json` prints.
       last: text at the end of the line.
     """
+    budget = "" if record["budget"] is None else f", budget {record['budget']}"
     parts = [
         f"{record['prompt_tokens']} + {record['new_tokens']} tokens",
         f"first after {seconds(record['ttft_s'])}",
         f"{seconds(record['tpot_s'])} per token",
         f"compiled in {seconds(record['compile_s'])}",
         f"cache {decimal(record['cache_bytes'])} of {decimal(record['full_cache_bytes'])} "
-        f"({share(record)})",
+        f"({share(record)}) with {record['method']}{budget}",
     ]
     if host_bytes(record):
         parts.append(f"{decimal(host_bytes(record))} of it in host memory")

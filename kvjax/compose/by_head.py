@@ -44,8 +44,8 @@ class HeadProfile(Calibration):
 
     The model reads each text of a sample of a thousand tokens or more, and the method scores its
     tokens. The scores of all heads of all layers together make a ladder of thresholds. A head's
-    share at a threshold is that of its tokens with higher scores, averaged over the texts; see
-    `kvjax.budgets.profile`.
+    share at a threshold is the part of its tokens that has higher scores, averaged over the texts;
+    see `kvjax.budgets.profile`.
 
     Layers with sliding windows hold their windows, whatever the method does elsewhere (`bind`). So
     the layers without one share the budget; heads of the others get the mean share, for texts that
@@ -57,6 +57,12 @@ class HeadProfile(Calibration):
 
     Raises:
       ValueError: the table is not a profile of heads.
+
+    Example:
+      >>> import kvjax, numpy as np
+      >>> table = np.array([[[0.8, 1.0], [0.0, 1.0]], [[0.2, 1.0], [0.4, 1.0]]])
+      >>> kvjax.kit.HeadProfile(table).table.shape  # 2 layers, 2 KV heads, 2 steps
+      (2, 2, 2)
     """
 
     table: Float[np.ndarray, "N H K"]
@@ -84,8 +90,10 @@ class ByHead(LayerChoice, Learner):
         that the profile hardly counts would have no token but sinks, and answers suffer.
 
     Raises:
-      TypeError: not a transform, not a profile, or a safeguard that is not a number.
-      ValueError: no method, or several, whose budget is a share; a safeguard outside [0, 1].
+      TypeError: `base` is not a transform, `profile` is not a profile, or `safeguard` is not a
+        number.
+      ValueError: `base` does not hold exactly one method whose budget is a share, or `safeguard`
+        is outside [0, 1].
 
     Example:
       >>> import kvjax, numpy as np

@@ -144,7 +144,7 @@ def joined_parts(parts: Iterable[KVTransform]) -> KVTransform:
         [inner if part is split[0] else part for part in parts]
         for inner in by_head_groups(split[0])
     )
-    # What evicts for all heads stays as it is if no other part evicts.
+    # A part that evicts for all heads stays as it is if no other part evicts.
     others = (part for part in parts if part is not split[0])
     alone = all(part.stage != Stage.EVICT for part in others)
     return split[0].with_transforms(map(joined_parts, wholes), split[0].whole if alone else None)
@@ -157,8 +157,14 @@ def chain(*transforms: KVTransform) -> KVTransform:
     Each part says how it works beside the others (`KVTransform.in_chain`): `Quantize` groups keys
     of 4 bits within a token where groups of slots would come apart in every further turn.
 
+    Args:
+      transforms: the parts, in the order in which they act.
+
+    Returns:
+      The composition; a single part by itself, and `Full` where no part is left.
+
     Raises:
-      TypeError: something is not a transform.
+      TypeError: a part is not a transform.
       ValueError: the order cannot work, or a recall method would index slots that an earlier part
         frees while decoding.
 

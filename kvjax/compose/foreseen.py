@@ -86,7 +86,7 @@ def foreseen(transform: KVTransform, moment: Moment) -> Decision | None:
 
 
 def _planned(transform: Any, layer: int) -> Any:
-    """Puts what fits one head in the place of what methods have learned of a model's heads."""
+    """Replaces methods that learn by their stand-ins for plans of one head."""
     if isinstance(transform, Learner):
         sizes = {"num_layers": layer + 1, "kv_heads": 1, "head_dim": HEAD_DIM, "windows": ()}
         return transform.planned(SimpleNamespace(**sizes))

@@ -30,7 +30,7 @@ def in_slots(transform: KVTransform, tokens: int) -> KVTransform:
       tokens: that the shares are taken of: the `max_prompt` of the conversation.
 
     Raises:
-      TypeError, ValueError: no transform, or `tokens` below 1.
+      TypeError, ValueError: `transform` is not a transform, or `tokens` is below 1.
 
     Example:
       >>> import kvjax

@@ -92,17 +92,18 @@ class HeadGroups(KVTransform):
 
     Args:
       groups: pairs of (KV heads, transform); together the heads are 0 … H − 1, each once.
-      order: for each layer of the model, the KV heads in the places of the numbers 0 … H − 1. So
-        layers whose groups have other heads are equal values, and share compiled code. None: each
-        number is a head.
-      whole: the method for all heads, in the places of the numbers 0 … H − 1, where it decides for
-        each head as the groups' transforms do. `read` and `generate` then let it compress prompts
-        for all heads, which is compiled for all layers together, and cut what it keeps into the
-        groups' rectangles. None: there is none.
+      order: for each layer of the model, its KV heads, in an order in which `groups` numbers them:
+        number n in `groups` is head `order[layer][n]`. Layers that differ only in the heads of
+        their groups are then equal values, and share compiled code. None: each number is a head.
+      whole: a method for all heads, numbered as in `groups`, which decides for each head as its
+        group's transform does. `read` and `generate` then let it compress prompts for all heads at
+        once, which is compiled once for all layers, and cut what it keeps into the groups'
+        rectangles. None: each group compresses prompts by itself.
 
     Raises:
-      TypeError: no tuples of (tuple of heads, transform).
-      ValueError: a head is missing or stands twice, or a group has none; so for `order`.
+      TypeError: `groups` is not a tuple of (tuple of heads, transform) pairs.
+      ValueError: a head is missing or stands twice in `groups` or in a layer of `order`, or a group
+        is empty.
 
     Example:
       >>> import kvjax
@@ -288,13 +289,13 @@ class _Again(Wrapper):
         return needs._replace(decode_queries=needs.queries(max_prompt=1) > 0)
 
     def _hold(self, extent: Extent, spare: int, interval: int) -> Extent:
-        """Bounds slots by what the base keeps of everything, and `spare` more."""
+        """Bounds slots by the most that the base keeps of all tokens, and `spare` more."""
         most = self._most(extent.longest_prompt, extent.new)
         held = self.base.extent(extent).hold(most.prompt - most.pinned + spare)
         return dataclasses.replace(held.every(interval), passed=None)
 
     def _most(self, longest: int, new: int) -> Extent:
-        """Returns what the base keeps and pins at most when everything live is compressed."""
+        """Returns the most slots that the base keeps and pins of all live slots."""
         return self.base.extent(Extent(prompt=longest + new, new=0, longest=longest))
 
     def _compress(
@@ -319,7 +320,7 @@ class Repeated(NamedTuple):
 @named("every")
 @dataclass(frozen=True)
 class Every(_Again):
-    """Lets a method that compresses prompts compress again every `steps` generated tokens.
+    """Lets a method that compresses prompts compress again, after every `steps` generated tokens.
 
     Each time, everything live is compressed as one prompt, so the cache never holds more than the
     base's budget + `steps`. Rows to which no token has come since stay as they are. A budget that
@@ -344,7 +345,7 @@ class Every(_Again):
     steps: int
 
     def extent(self, extent: Extent) -> Extent:
-        """Bounds slots by what the base keeps of everything, and `steps` more."""
+        """Bounds slots by the most that the base keeps of all tokens, and `steps` more."""
         return self._hold(extent, self.steps, self.steps)
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Repeated]:
@@ -398,7 +399,7 @@ class WhenFull(_Again):
     room: int
 
     def extent(self, extent: Extent) -> Extent:
-        """Bounds slots by what the base keeps of everything, and `room` more."""
+        """Bounds slots by the most that the base keeps of all tokens, and `room` more."""
         return self._hold(extent, self.room, max(self.room // 4, 1))
 
     def on_flush(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
@@ -419,7 +420,7 @@ def check_evicts(base: object, name: str) -> None:
     """Raises unless `base` evicts tokens, of which a wrapper can see which ones go.
 
     Raises:
-      TypeError: no transform.
+      TypeError: `base` is not a transform.
       ValueError: it evicts nothing, merges what it frees into other slots, or splits heads.
     """
     if not _compresses(base, name) or rewrites(base, "prompt", "flush", "step"):

@@ -61,7 +61,7 @@ def calibrated(
     on_made: OnMade | None = None,
     on_layer: Callable[[int], None] | None = None,
 ) -> KVTransform:
-    """Returns the composition in which every method has learned what it needs of the model.
+    """Returns the composition in which every method has the calibration that it needs.
 
     Such methods are `InfiniGen`, `ByHead`, `Chelsea` with a threshold for outlier heads, and those
     of your own that have a `kvjax.kit.Calibration`. A calibration is read from the file that a
@@ -105,10 +105,10 @@ def completed(
 ) -> KVTransform:
     """Does what `calibrated` does, with a sample for each method.
 
-    What is kept lies in the user's cache (see `kvjax.files.user_cache`), under the checksum of the
-    weights, the method with all its parameters and its origin (`kvjax.compose.origins`), the sample
-    and the words of its probe. Without such a folder, and for a method whose source cannot be read,
-    it is made each time.
+    Files lie in the user's cache (see `kvjax.files.user_cache`), under the checksum of the
+    weights, the method that makes the calibration (`Learner.source`) with all its parameters and
+    its origin (`kvjax.compose.origins`), the sample and the words of its probe. Without such a
+    folder, and for a method whose source cannot be read, it is made each time.
 
     Args:
       sample: is called with a method that has to learn; None: it does not.
@@ -118,16 +118,17 @@ def completed(
         texts = sample(method)
         if texts is None:
             return None
+        source = method.with_learned(None).source()
         text = _text(method, defaults=True) if method.kept else ""
         path, root = None, user_cache() if method.kept else None
-        if root is not None and (method_origin := origin(method))["source"] is not None:
+        if root is not None and (method_origin := origin(source))["source"] is not None:
             made_from = {
                 "origin": method_origin,
                 "format": FORMAT,
                 "model": Fingerprint.of(as_functional(model)).digest,
                 "method": text,
                 "sample": [[int(token) for token in text] for text in texts],
-                "instructions": _instructions(method, document),
+                "instructions": _instructions(source, document),
             }
             path = root / KEPT / f"{checksum(made_from)}.safetensors"
             if path.exists():
@@ -212,10 +213,10 @@ def measured(
     document: Document | None = None,
     on_layer: Callable[[int], None] | None = None,
 ) -> Any:
-    """Returns what a method learns from a model.
+    """Makes the calibration of one method for a model.
 
     Args:
-      method: one that learns.
+      method: the method, which learns.
       model, sample, document, on_layer: as in `calibrated`.
     """
     functional, texts = as_functional(model), as_rows(sample)
@@ -234,7 +235,7 @@ def measured(
 
 @compiled(static_argnums=0)
 def _observed(method: Learner, reading: Reading) -> Any:
-    """Returns what a method observes of a layer's reading."""
+    """Returns the arrays that a method observes when a layer has read a text."""
     return method.observe(reading.transform, reading.kv, reading.cache.state, step_of(reading))
 
 
@@ -243,7 +244,7 @@ def save_calibration(
     transform: KVTransform,
     model: LanguageModel | FunctionalModel,
 ) -> None:
-    """Writes what a method has learned to a safetensors file, from which others take it.
+    """Writes a method's calibration to a safetensors file, from which other processes take it.
 
     A method takes it by the path, such as `ByHead(KVzip(0.05), "heads.safetensors")`. The file has
     all parameters of the method that it depends on, so that it is refused for another method, and
@@ -361,15 +362,15 @@ def others_of(calibration: Calibration) -> dict[str, Any]:
 def from_arrays(
     method: Learner, arrays: dict[str, np.ndarray], others: dict[str, Any]
 ) -> Calibration:
-    """Makes a method's calibration of its arrays, and of what `others_of` has returned."""
+    """Makes a method's calibration of its arrays and of the result of `others_of`."""
     return method.learns[1](**arrays, **{name: from_json(x) for name, x in others.items()})
 
 
 def _text(method: Learner, *, defaults: bool = False) -> str:
     """Returns the text of a method, by what its calibration depends on.
 
-    It is without budgets. Parameters that change no score have their defaults. What inner methods
-    have learned stands as its id.
+    It is without budgets. Parameters that change no score have their defaults. Calibrations of
+    inner methods stand as their ids.
 
     Args:
       defaults: whether parameters at their defaults are written, as in files.
@@ -399,7 +400,7 @@ def _plain(method: KVTransform, heads: MethodHeads) -> KVTransform:
 
 
 def sample_of(text: Sequence[int], max_positions: int | None) -> list[list[int]]:
-    """Cuts a long text into the sample of what is kept: three pieces of up to 1,024 tokens.
+    """Cuts a long text into a sample for profiles: three pieces of up to 1,024 tokens.
 
     They come from all over the text. A model with few positions gets shorter ones, since
     what looks at a piece follows it.

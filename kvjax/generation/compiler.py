@@ -85,7 +85,7 @@ class Tracer:
         """Traces `function`, unless done for arguments like these, and returns abstract arrays."""
         key = _kind(function, args)
         if key not in self._results:
-            # Of an array, JAX looks at its layout and its devices as well, which takes longer.
+            # JAX itself looks at an array's layout and devices as well, which takes longer.
             traced = function.trace(*jax.tree.map(_abstract, args))
             self._results[key] = jax.tree.unflatten(traced.out_tree, traced.jaxpr.out_avals)
         return self._results[key]
@@ -97,7 +97,7 @@ class Tracer:
 
 
 def _kind(function: Any, args: tuple) -> Hashable:
-    """Returns what is equal for arguments that share compiled code: all but what is in arrays."""
+    """Returns a key that is equal for arguments that share compiled code; arrays count by shape."""
     leaves, tree = jax.tree.flatten(args)
     # A mesh has a shape and some methods have a dtype, and neither is an array.
     arrays = (hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves)

@@ -36,29 +36,39 @@ class Context:
     It is a pytree, from `kvjax.read` or `Generation.context`. It is never changed: a call that goes
     on from it returns a new one.
 
-    A context is at rest or awake. At rest it holds what it keeps, and no room for tokens that are
-    still to come; so `kvjax.read`, `kvjax.load_context` and `at_rest` return it, and so it is
-    saved. `kvjax.generate` gives the copy that a turn works on its room. The context of its result
+    A context is at rest or awake. At rest it holds the tokens that it keeps, and no room for tokens
+    that are still to come: `kvjax.read`, `kvjax.load_context` and `at_rest` return contexts at
+    rest, and files hold them. `kvjax.generate` works on a copy with room. The context of its result
     is awake, so that the next turn of a conversation can take it over (`donate=True`) as it is.
 
     Axis letters: B rows, V vocabulary.
 
     Args:
-      held: the cache of each layer, as it is held: at rest or awake. Those at rest are for nothing
-        but `caches`.
+      held: the cache of each layer, at rest or awake. `attend` takes no cache at rest: `caches`
+        has them with room.
       logits: logits after each row's newest token.
       seen: which tokens each row has read or written, for a repetition penalty.
       length: tokens of each row so far, which is also the next position.
-      prompt_tokens: how many of them were read; `max_prompt` at most.
-      new_tokens: how many of them the model wrote; `max_new` at most.
+      prompt_tokens: how many of these tokens were read; `max_prompt` at most.
+      new_tokens: how many of these tokens the model wrote; `max_new` at most.
       waiting: decode steps since the last flush of the caches (see `kvjax.flush`).
       transform: how the caches are compressed (static).
       layers: the transform bound to each layer (static).
       size: the sizes that the caches were made for (static).
       windows: sliding window of each layer, as the model says; empty: no layer has one (static).
-      awake_sizes: places of each layer's cache when it is awake (static); None: it is.
+      awake_sizes: slots of each layer's cache when it is awake (static); None: it is awake.
       fingerprint: fingerprint of the model; no other model can go on from the context (static).
         None only within a call of `generate` that does not keep the context.
+
+    Example:
+      >>> import kvjax
+      >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+      >>> model = random_decoder(DecoderConfig(
+      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
+      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128))
+      >>> context = kvjax.read(model, [[1, 2, 3]], transform=kvjax.Full(), max_new=4)
+      >>> context.length.tolist(), context.nbytes < context.awake_nbytes
+      ([3], True)
     """
 
     held: tuple[Cache, ...]
@@ -138,7 +148,7 @@ class Context:
     def at_rest(self, *, donate: bool = False, compiler: Compiler | None = None) -> Context:
         """Returns the context without room, in memory of its own; one at rest is returned itself.
 
-        What is kept stays as it is, bit for bit.
+        Keys and values stay as they are, bit for bit.
 
         Args:
           donate: whether this context's caches are given away, one by one as they are copied.

@@ -62,7 +62,7 @@ def save_context(
 
     The folder holds an Orbax checkpoint: arrays as they are, and JSON with the method as an
     expression of all its parameters, its calibrations, sizes, versions, and descriptions of model
-    and tokenizer. What is saved is the context at rest, without room. A context that the folder
+    and tokenizer. The context is saved at rest, without room. A context that the folder
     holds already is removed when the new one is complete. An interrupted save leaves the earlier
     context in place, and the next save removes what it left.
 
@@ -98,7 +98,7 @@ def save_context(
     folder = Path(path).absolute()
     check_same_model(context, as_functional(model))
     check_free(folder)
-    # What a method has learned has a name in its expression, and lies beside it.
+    # Calibrations of methods have names in the expression, and lie beside it.
     transform, calibrations = _with_names(context.transform)
     mesh = context.size.mesh
     context = context.at_rest_on(None)  # files do not tell of a mesh

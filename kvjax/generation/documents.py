@@ -88,7 +88,7 @@ def looked_at(
 
 
 def _check_pieces(tokens: object, rows: int, vocabulary: int, whose: str) -> None:
-    """Raises TypeError or ValueError for what is not the tokens of pieces."""
+    """Raises TypeError or ValueError unless `tokens` are the tokens of pieces."""
     said = f"{whose}.pieces must return integers [{rows} documents, pieces, tokens] in NumPy"
     if not isinstance(tokens, np.ndarray):
         raise TypeError(f"{said} or None, got {type(tokens).__name__}")

@@ -282,8 +282,8 @@ def _sample(x: Array | np.ndarray) -> Array | np.ndarray:
         return np.asarray(x.addressable_data(0))[index]
     if not isinstance(x.sharding, NamedSharding):
         return _take(None, x, index)
-    # The same buffers on a mesh of automatic axes, whatever axes the user's mesh has: an index into
-    # explicit ones would have to name its sharding.
+    # Views the buffers on a mesh of automatic axes, whatever axes the user's mesh has: an index
+    # into explicit ones would have to name its sharding.
     users_mesh, axis_types = x.sharding.mesh, (AxisType.Auto,) * len(x.sharding.mesh.axis_names)
     mesh = Mesh(users_mesh.devices, users_mesh.axis_names, axis_types=axis_types)
     sharding = NamedSharding(mesh, x.sharding.spec, memory_kind=x.sharding.memory_kind)

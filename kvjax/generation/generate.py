@@ -196,7 +196,7 @@ def _start_of(
     sizes: AskedSizes,
     piece: int | None = None,
 ) -> Start:
-    """Returns what `read` makes new caches for; raises what it raises for these arguments."""
+    """Returns transform and sizes of the caches that `read` makes; raises the errors of `read`."""
     transform = Full() if transform is None else as_transform(transform, "read")
     transform = with_named(transform, model)
     widths, size = sizes.of_caches(model, prompts, [transform], piece)

@@ -182,7 +182,7 @@ def _decide(
     all_heads: AllHeads,
     reading: Reading,
 ) -> Reading:
-    """Returns what the method for all heads has left of a reading."""
+    """Lets the method for all heads evict and merge in a reading."""
     state, heads = all_heads
     cache = new_cache(whole, size, attention, LayerStates(((state, None),)))
     return decide_for_all(cache, heads, reading)

@@ -35,7 +35,7 @@ class Sized(Protocol):
 
 
 def as_rows(prompts: object) -> Rows:
-    """Makes lists of prompts that are lists or arrays; does not check what the rows hold."""
+    """Makes lists of prompts that are lists or arrays; does not check the tokens of rows."""
     if isinstance(prompts, np.ndarray | jax.Array):
         prompts = np.asarray(prompts).tolist()
     if isinstance(prompts, str):
@@ -249,7 +249,7 @@ def longest_turn(
     """
     parts = [part for layer in dict.fromkeys(layers) for part in walk(layer)]
     extent = Extent(max_prompt, max_new)
-    # Of a method and what is around it, the method comes last.
+    # A method comes behind the wrappers around it, so the loop begins with the innermost part.
     turns = ((part.extent(extent).turn, part) for part in reversed(parts))
     limited = ((turn, part) for turn, part in turns if turn is not None)
     return min(limited, key=operator.itemgetter(0), default=None)

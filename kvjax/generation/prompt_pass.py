@@ -70,11 +70,11 @@ class LayerPass(NamedTuple):
 
 
 class Into(NamedTuple):
-    """Names what a group's prompts are read into.
+    """Describes the caches into which a group's prompts are read.
 
     Args:
-      size: of caches of the group's rows.
-      new: whether these are new.
+      size: sizes of caches of the group's rows.
+      new: whether these caches are new.
       layers: by layer, the states of new caches, or the caches of all rows.
     """
 
@@ -149,7 +149,7 @@ def _read_by_layer(
 ) -> tuple[list[Array], tuple[Cache, ...]]:
     """Reads a prompt layer by layer, for a model that shows its parts.
 
-    What looks at a document comes right after it in each layer, before it is compressed.
+    A probe follows its document right away in each layer, before the document is compressed.
 
     Args:
       params: of each layer.

@@ -173,5 +173,5 @@ def _together(every: Iterable[Needs]) -> list[Needs]:
 
 
 def _serves(wanted: Needs, needs: Needs) -> bool:
-    """Tells whether a reading that has noted what is wanted has all that these needs ask for."""
+    """Tells whether a reading for the needs `wanted` has everything that `needs` ask for."""
     return _together((wanted, needs)) == [wanted]

@@ -63,7 +63,7 @@ class CaM(Wrapper):
         group of `HeadGroups`) and token position.
 
     Raises:
-      TypeError: `base` is not a transform; a number is none.
+      TypeError: `base` is not a transform; another argument has the wrong type.
       ValueError: `base` does not evict, `merge_tokens` below 1, a seed outside [0, 2**32); when a
         cache is made: `base` has no window of newest tokens and `merge_tokens` is not given.
 

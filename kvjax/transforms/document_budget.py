@@ -74,18 +74,18 @@ class Documents(NamedTuple):
 class DocumentBudget(PromptBudget):
     """Base class of methods that compress documents, and keep all other prompts beside them.
 
-    A subclass scores a document's tokens in `scores`, and has a probe. Of a document of T tokens, a
-    head keeps the best
+    A subclass scores a document's tokens in `scores`, and has a probe. A
+    head keeps the best n of the T tokens of a document:
 
-        n = min(T, max(B(D) − K, b(T)))
+        n = min(T, max(B(D) − K, b(T))),
 
-    tokens, where D is the number of tokens of all documents so far, this one included, and K the
-    number that the head holds of earlier documents. With a share f, `B(D) = min(D, max(⌊f·D⌋, sinks
+    where D is the number of tokens of all documents so far, this one included, and K the number
+    that the head holds of earlier documents. With a share f, `B(D) = min(D, max(⌊f·D⌋, sinks
     + window + 1))` and `b(T) = max(⌊f·T⌋, window + 1)`; with a number, `B(D) = budget` and
-    `b(T) = max(⌊(budget − sinks)·T / D⌋, window + 1)`. What was kept before stays, unless K + n is
-    more than `B(max_prompt)`, the slots that there are for documents: then the tokens of earlier
-    documents with the lowest scores go, each score taken relative to the highest one of its
-    document, in steps of 1/16 of a factor of two. Sinks and windows are the last to go. A document
+    `b(T) = max(⌊(budget − sinks)·T / D⌋, window + 1)`. Tokens of earlier documents
+    stay, unless K + n is more than `B(max_prompt)`, the slots that there are for documents: then
+    those with the lowest scores go, each score taken relative to the highest one of its document,
+    in steps of 1/16 of a factor of two. Sinks and windows are the last to go. A document
     that is read in pieces (`kvjax.read(piece=)`) is as many documents.
 
     Other prompts, such as questions, stay whole beside the documents, and so do answers. They have
@@ -268,7 +268,7 @@ def with_room_at_most(transform: KVTransform, tokens: int) -> KVTransform:
       tokens: most tokens of all prompts that come after the document.
 
     Raises:
-      TypeError, ValueError: no transform, or `tokens` below 1.
+      TypeError, ValueError: `transform` is not a transform, or `tokens` is below 1.
 
     Example:
       >>> import kvjax

@@ -27,6 +27,18 @@ def decoding_budget(budget: Budget, cache: KVCache, minimum: int) -> Int[Array, 
 
     A row whose prompt is shorter than the smallest workable budget may still grow to that budget.
     No row gets more than a prompt of `max_prompt` tokens would.
+
+    Args:
+      budget: number of slots, or share of the tokens so far.
+      cache: the cache whose rows have budgets.
+      minimum: smallest workable number of slots.
+
+    Example:
+      >>> import kvjax
+      >>> cache = kvjax.init_cache(kvjax.Full(), batch=2, kv_heads=1, head_dim=4, max_prompt=64,
+      ...                          max_new=0).kv
+      >>> kvjax.kit.decoding_budget(0.5, cache, minimum=8).tolist()  # of rows without a token
+      [8, 8]
     """
     return jnp.maximum(rows_budget(budget, cache.length, cache.max_prompt, minimum), minimum)
 
@@ -35,6 +47,16 @@ def decoding_extent(extent: Extent, budget: Budget, minimum: int) -> Extent:
     """Returns the extent of a method that holds its budget while decoding.
 
     During a step there is one slot more, for the token that is being added.
+
+    Args:
+      extent: most prompt tokens and new tokens of a row.
+      budget: number of slots, or share of the tokens so far.
+      minimum: smallest workable number of slots.
+
+    Example:
+      >>> import kvjax
+      >>> kvjax.kit.decoding_extent(kvjax.kit.Extent(prompt=4096, new=1000), 0.25, 8).total
+      1025
     """
     most = max(most_slots(budget, extent.longest_prompt, minimum), minimum)
     return extent.keep(most).hold(most + 1)

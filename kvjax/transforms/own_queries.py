@@ -59,9 +59,9 @@ class DocumentQueries(Probe):
 class OwnQueries(DocumentBudget):
     """Keeps the document tokens that the document itself uses, and those that it would quote.
 
-    The document's own queries tell both while it is read, so that nothing is read twice. A token is
-    used as much as those that follow attend to it on average. For a document of L tokens, token s,
-    counted from 0, and the query heads g of a KV head,
+    The document's own queries tell both while it is read, so that nothing is read twice. The use of
+    a token is the mean attention that it receives from itself and the tokens after it. For a
+    document of L tokens, token s, counted from 0, and the query heads g of a KV head,
 
         used[s] = Σ_{t ≥ s} mean_g p[g, t, s] / max(L − s, 32).
 

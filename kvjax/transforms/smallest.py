@@ -35,9 +35,9 @@ def smallest(share: float, *, head_dim: int, room: int = 256) -> KVTransform:
     each of them answers is measured in docs/results/documents.md, under "Answers against bytes".
 
     Args:
-      share: of the bytes, in (0, 1].
-      head_dim: of the model's keys and values.
-      room: slots for questions and answers of earlier turns; 256.
+      share: share of the bytes, in (0, 1].
+      head_dim: channels of the model's keys and values.
+      room: slots in each head for questions and answers of earlier turns; 256.
 
     Raises:
       TypeError, ValueError: `share` is not a number in (0, 1], or so small that it leaves less than

@@ -97,7 +97,16 @@ class SnapKV(PromptBudget):
 
 
 def by_query_head(score: Float[Array, "B H G S"]) -> Float[Array, "B Q S"]:
-    """Reshapes scores of groups to scores of query heads, `[B, H, G, S]` to `[B, Q, S]`."""
+    """Reshapes scores of groups to scores of query heads, `[B, H, G, S]` to `[B, Q, S]`.
+
+    Args:
+      score: scores of the G query heads of each KV head; Q is H · G.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> kvjax.kit.by_query_head(jnp.zeros((1, 2, 4, 9))).shape
+      (1, 8, 9)
+    """
     return score.reshape(score.shape[0], -1, score.shape[-1])
 
 
@@ -108,6 +117,15 @@ def window_attention(
 
     `Step` may hold more queries, for another part of a chain. With `weight`, each query's
     probabilities are multiplied by its weight; a weight of 0 leaves the query out.
+
+    Args:
+      cache: the cache of one layer.
+      step: the step of a prompt's end, for a method whose `Needs` ask for `query_window`.
+      window: W, number of queries.
+      weight: weight of each query, the oldest first; None: 1.
+
+    Returns:
+      The sums of each slot, for each of the G query heads of a KV head.
 
     Raises:
       ValueError: `Step` holds fewer queries, since the method's `needs` ask for fewer.

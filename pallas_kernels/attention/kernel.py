@@ -74,7 +74,7 @@ class _Refs(NamedTuple):
     logits: Array | None
 
 
-# The axes of the grid that choose a program's part of an array. Of any other array, a program gets
+# The axes of the grid that choose a program's part of an array. A program gets from any other array
 # the part of the head that its list reads. `first` and `end` may have no axis of row tiles.
 _AXES = {
     "query_position": (0,), "q": (0, 1), "scale": (0, 1), "shift": (0, 1), "end": (0, 1, 2),
@@ -360,7 +360,7 @@ def _tile(reader: Reader, slot, row: Array | None, live, refs: _Refs, plan: _Pla
     """Returns what is read of keys or values.
 
     Free slots are not read: they cost nothing, and their contents cannot reach a sum. Where they
-    hold nothing but numbers, they are read all the same. What is loaded then does not depend on the
+    hold nothing but numbers, they are read all the same. The rows to load then do not depend on the
     mass and position of slots, which every thread would have to load for the rows that it reads.
     """
     if not reader.reads_free or refs.index is not None:

@@ -1,7 +1,8 @@
 """Stored bytes to numbers of matrix units, two at a time in a word of 32 bits.
 
-A compiler treats numbers of 16 bits one by one, and packs them afterwards. What is written here in
-PTX takes the words as they come. Interpreted kernels take JAX's operations, which compute the same.
+A compiler treats numbers of 16 bits one by one, and packs them afterwards. The PTX of this
+file takes the words as they come. Interpreted kernels take JAX's operations, which compute the
+same.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from jaxtyping import Array, BFloat16, UInt16
 
 from pallas_kernels.base import route
 
-# Of the four bytes of each word $1, $0 gets the first and the third, or the second and the fourth.
+# $0 gets the first and the third of the four bytes of each word $1, or the second and the fourth.
 PTX = {
     # bfloat16 has room for 7 digits below the first one, 128, which is then subtracted. The sign,
     # which is worth -128, turns the 128 that is subtracted into 256.
@@ -44,7 +45,7 @@ fma.rn.bf16x2 $0, rest, power, none;
 }}""",
 }
 # The number of 4 bits from {shift} on in each half of $1, times that of $2, and that of $3 added.
-# What is not a number becomes -2^60, which a weight of 0 makes 0: free slots may hold such scales.
+# NaN becomes -2^60, which a weight of 0 makes 0: free slots may hold such scales.
 FOUR_BITS = """{{
 .reg .b32 digits, one, least;
 mov.b32 one, 0x3F803F80;

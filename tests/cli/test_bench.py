@@ -75,10 +75,17 @@ def test_the_tables_say_how_far_rounds_differ():
     assert "small, 2 of 32 layers, random weights of 2.0 MB in float32" in shown
     assert "in float32; batch 3, 2,048 tokens a row, 4 new ones." in shown
     assert "reads 50.0 GB per second and makes 400 Gflop/s" in shown
-    assert "of which the slowest took up to 3.0 times as long" in shown
+    assert "the fastest of 2 rounds, of which the slowest took up to 3.0 times as long" in shown
     assert "full 1 1.00 2 1.00 1.01 0.75 11.9" in shown
     assert "full - - 1 2.00 2.5" in shown, "a floor that is not known is a dash"
     assert "full 1.0 MB 50.0% 100.0 kB 3.0 MB -" in shown and "in host" in shown
+
+
+def test_one_round_is_not_compared_with_itself():
+    terminal = console(80)
+    print_report(terminal, {**SETTING, "rounds": 1, "results": [ROW]})
+    shown = " ".join(terminal.export_text().split())
+    assert "Times are those of one round; of full" in shown and "slowest" not in shown
 
 
 def test_sizes_that_vary_have_columns():

@@ -53,7 +53,7 @@ def test_known_continuation(capsys, tinystories):
     out, err = capsys.readouterr()
     assert out == record["text"] + "\n", "streamed, it is the same text"
     assert err.startswith("6 + 134 tokens") and " · compiled in " in err
-    assert " · cache " in err and err.endswith("(100.0%)\n") and err.count("\n") == 1
+    assert " · cache " in err and err.endswith("(100.0%) with full\n") and err.count("\n") == 1
 
 
 def test_lost_tokens_are_told(capsys, monkeypatch, tinystories):

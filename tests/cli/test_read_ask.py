@@ -102,7 +102,7 @@ def test_what_is_kept_is_told(capsys, document, tinystories, tmp_path):
     tokens = len(load_tokenizer(tinystories)(TEXT).input_ids)
     assert said.startswith(f"{tmp_path / 'out'}: {tokens} tokens with streaming_llm in ")
     first, second, third = said.splitlines()
-    assert " at rest, " in first and first.endswith("% of the full cache")
+    assert " at rest, " in first and first.endswith("% of the full cache in float32")
     assert second.startswith("16 slots per head; ")
     assert second.endswith(" while it answers, with room for questions and answers")
     assert third.endswith(f"or kvjax chat {tmp_path / 'out'}, goes on from it")

@@ -52,6 +52,15 @@ def test_what_does_not_fit_goes_into_further_tables(width, names):
     assert all(f"{n}.5 MB" in text for n in range(12))
 
 
+def test_further_tables_without_an_edge_stand_apart():
+    columns = [name_column(), *map(number_column, ["aaaaaaaaaaaa", "bbbbbbbbbbbb"])]
+    shown = console(30)
+    print_table(shown, columns, [Row(["full", "1", "2"])], show_edge=False)
+    lines = [line.strip() for line in shown.export_text().splitlines()]
+    assert [n for n, line in enumerate(lines) if line.startswith("method")] == [0, 4]
+    assert [n for n, line in enumerate(lines) if not line] == [3]
+
+
 def test_one_table_where_it_fits():
     columns = [name_column(), *map(number_column, "abc")]
     shown = console(60)
@@ -111,7 +120,7 @@ def test_every_method_has_a_situation_and_every_parameter_a_meaning(capsys):
 RECORD = {
     "prompt_tokens": 123_456, "new_tokens": 4_096, "ttft_s": 123.456, "tpot_s": 0.0301,
     "compile_s": 64.3, "cache_bytes": 123_456_789, "full_cache_bytes": 1_234_567_890,
-    "memory_bytes": {"device": 23_456_789},
+    "memory_bytes": {"device": 23_456_789}, "method": "snapkv", "budget": 0.1,
 }  # fmt: skip
 
 
@@ -171,7 +180,7 @@ def test_figures(capsys, recall):
     print_figures({**RECORD, "recall": recall}, "cut by --max-new")
     text = capsys.readouterr().err
     assert text.startswith("123456 + 4096 tokens") and "compiled in 64.30 s" in text
-    assert "cache 123.5 MB of 1.2 GB (10.0%) · 100.0 MB of it in host memory" in text
+    assert "cache 123.5 MB of 1.2 GB (10.0%) with snapkv, budget 0.1 · 100.0 MB of it in" in text
     assert ("50% hits · 12.3 MB fetched per token" in text) == (recall is not None)
     assert text.endswith("cut by --max-new\n") and text.count("\n") == 1
 

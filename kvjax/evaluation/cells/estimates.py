@@ -25,6 +25,11 @@ def _wilson(right: int, cases: int) -> tuple[float, float]:
 class Estimate(NamedTuple):
     """A mean over cases with a 95 % confidence interval.
 
+    Args:
+      mean: the mean.
+      low, high: ends of the interval.
+      cases: number of cases.
+
     Example:
       >>> from kvjax.evaluation import Estimate
       >>> score = Estimate.of([1.0, 1.0, 0.0, 1.0])

@@ -130,8 +130,15 @@ class Journal:
 def read_results(folder: str | os.PathLike[str]) -> Results:
     """Reads the results in a folder of `kvjax eval` or `compare`, finished or not.
 
+    Args:
+      folder: the folder, `out` of `kvjax.evaluation.compare`.
+
     Raises:
       ValueError: the folder holds no comparison, or a file is damaged.
+
+    Example:
+      >>> from kvjax.evaluation import read_results
+      >>> read_results("comparison").rows()  # doctest: +SKIP
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -192,7 +199,7 @@ def _made_alike(record: Mapping[str, Any], newest: Mapping[str, Any]) -> bool:
 
 
 def _change(record: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
-    """Returns why a record is of something else than what is wanted now; None if it is not.
+    """Returns why a record is not of the wanted method and versions; None if it is.
 
     Args:
       record: of a cell, from a file.

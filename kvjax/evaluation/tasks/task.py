@@ -22,9 +22,15 @@ class Case:
         the beginning of the answer if the task gives one.
       answers: reference texts for the metric.
       max_new: maximum number of new tokens.
-      depth: share of the context before the text that is asked for; None if that text has no single
-        place.
-      details: further inputs of the score, such as the classes of a classification.
+      depth: share of the context, from 0 to 1, that comes before the text that is asked for; None
+        by default, and if that text has no single place.
+      details: further inputs of the score, such as the classes of a classification; empty by
+        default.
+
+    Example:
+      >>> from kvjax.evaluation import Case
+      >>> Case(context=[1, 5, 9], question=[7], answers=("a fox",), max_new=8).prompt
+      [1, 5, 9, 7]
     """
 
     context: list[int]

@@ -91,10 +91,10 @@ class Chelsea(Learner):
         the paper.
 
     Raises:
-      TypeError, ValueError: no number; `budget` below `sinks + recent + 1`; a share outside (0, 1];
-        `chunk` below 2; a schedule outside [0, 1] or one whose share falls to 0; a threshold
-        outside (-1, 1]; in `for_layer`, heads or layers that the model does not have; in
-        `init_cache`, outlier heads that have not been found yet.
+      TypeError, ValueError: an argument is not a number; `budget` below `sinks + recent + 1`; a
+        share outside (0, 1]; `chunk` below 2; a schedule outside [0, 1] or one whose share falls to
+        0; a threshold outside (-1, 1]; in `for_layer`, heads or layers that the model does not
+        have; in `init_cache`, outlier heads that have not been found yet.
 
     Example:
       >>> import kvjax

@@ -101,7 +101,7 @@ class KVCrush(Wrapper):
       seed: seed of the draws, below 2**32. They depend only on seed, layer, KV head and position.
 
     Raises:
-      TypeError: `base` is not a transform; a number is none.
+      TypeError: `base` is not a transform; another argument has the wrong type.
       ValueError: `base` does not evict, holds another KVCrush, or has no budget to share; both
         `representatives` and `share`; a share outside (0, 1) or that leaves the base too little;
         fewer representatives than a unit; an unknown anchor, pick or granularity; a seed too large.

@@ -33,15 +33,15 @@ OBSERVED = "observed"  # column of the attention that generated tokens have rece
 class PyramidInfer(KVTransform):
     """Keeps the prompt tokens that the newest fifth of the prompt attends to, fewer in each layer.
 
-    Of a prompt of L tokens, the newest `w = 1 + ⌊newest · L⌋` stay in every layer; the others are
+    In a prompt of L tokens, the newest `w = 1 + ⌊newest · L⌋` stay in every layer; the others are
     the context. A token's score is the attention that it receives from the queries of the newest w,
     averaged over all heads of the layer. The queries are weighted linearly, from 1 (oldest) to
     `emphasis` (newest). The first `sinks` tokens stay too. All heads of a layer keep the same
     tokens.
 
-    Without a budget this is the paper's form. Of the n context tokens that enter layer l of N,
-    `⌊n · r_l⌋` enter layer l + 1, with `r_l = ratio + (1 - ratio)/2 · (1 + cos(πl/N))`; all n do
-    where that is no more than `context`. Layer l caches what entered it. A model that drops the
+    Without a budget this is the paper's form. If n context tokens enter layer l of N, `⌊n · r_l⌋`
+    of them enter layer l + 1, with `r_l = ratio + (1 - ratio)/2 · (1 + cos(πl/N))`; but all n do if
+    `⌊n · r_l⌋` is not above `context`. Layer l caches what entered it. A model that drops the
     hidden states of the other tokens saves their computation too: see `kvjax.kept_tokens`, which
     `kvjax.models.Decoder` uses for a prompt in one piece. In any other model the layer evicts down
     to as many tokens by its own scores.
@@ -67,11 +67,12 @@ class PyramidInfer(KVTransform):
       ratio: share of the context that the last layer would pass on, 0.9.
       context: number of context tokens up to which nothing is dropped, 64; at least `sinks`.
       emphasis: weight of the newest query, 1.2.
-      interval: generated tokens that are compressed together, 16; None: none ever.
+      interval: generated tokens that are compressed together, 16; None: generated tokens are never
+        compressed.
 
     Raises:
-      TypeError, ValueError: no number; a budget below `2 · (sinks + 1)`; a share outside (0, 1];
-        `context` below `sinks`; `emphasis` not above 0; `interval` below 2.
+      TypeError, ValueError: an argument is not a number; a budget below `2 · (sinks + 1)`; a share
+        outside (0, 1]; `context` below `sinks`; `emphasis` not above 0; `interval` below 2.
 
     Example:
       >>> import kvjax

@@ -44,7 +44,8 @@ class LayerBudgetEviction(KVTransform):
         its query heads.
 
     Raises:
-      TypeError, ValueError: no numbers; `reserve` or `beta` outside (0, 1]; `window` below 1.
+      TypeError, ValueError: an argument is not a number; `reserve` or `beta` outside (0, 1];
+        `window` below 1.
 
     Example:
       >>> import kvjax

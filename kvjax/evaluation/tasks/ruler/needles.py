@@ -90,7 +90,7 @@ def needles(
     if task.haystack == "noise":
         filler = itertools.repeat(_NOISE)
     elif task.haystack == "needle":
-        # The same generators go on, so that the filler repeats no hidden key or value.
+        # The generators go on, so that the filler repeats no hidden key or value.
         filler = map(needle, keys, values)
     else:
         start = int(rng.integers(len(text)))
