@@ -77,7 +77,7 @@ for kind, colour, hatch in (("device", "#1f3b73", ""), ("pinned_host", "#E69F00"
     left += size
 axes.invert_yaxis()
 axes.set_xlabel("MB of the caches")
-axes.legend()
+axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 plt.show()
 
 # %% [markdown]
