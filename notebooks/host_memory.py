@@ -18,13 +18,15 @@
 # host memory, and keeps on the device what the last steps selected. A step fetches only rows that
 # the device does not hold yet. This notebook counts what crosses.
 #
-# *It runs from top to bottom on a CPU in under three minutes. In Colab, **File → Upload notebook**
-# takes this file, and **File → Open notebook → GitHub** the address of its repository.*
+# *It runs from top to bottom on a CPU in under three minutes, and its outputs are of such a run. In
+# Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
+# address of its repository. `%pip` installs what is missing: add the extra `cuda12` or `cuda13` for
+# a GPU, `tpu` for a TPU.*
+
+# %% tags=["skip-execution"]
+# %pip install -q --find-links . "kvjax[eval,gguf]"
 
 # %%
-# A wheel beside the notebook is found too; an address works: "kvjax[eval,gguf] @ git+https://...".
-# For a GPU add the extra cuda12 or cuda13, for a TPU tpu.
-# %pip install -q --find-links . "kvjax[eval,gguf]"
 import jax
 
 import kvjax
@@ -55,12 +57,13 @@ prompt = case.prompt
 clusters = kvjax.ClusterKV(budget=0.1)
 on_host = kvjax.chain(clusters, kvjax.Offload(recent_steps=1))
 named = {"full": kvjax.Full(), "clusterkv": clusters, "clusterkv, offload": on_host}
+PLACES = {"device": "on the device", "pinned_host": "on the host"}
 results = {}
 for name, transform in named.items():
     result = kvjax.generate(model, [prompt], transform=transform, max_new_tokens=32, end_tokens=())
     results[name] = result
-    held = {kind: f"{size / 1e6:.2f} MB" for kind, size in result.memory_bytes.items()}
-    print(f"{name:20} {held}")
+    held = [f"{size / 1e6:.2f} MB {PLACES[kind]}" for kind, size in result.memory_bytes.items()]
+    print(f"{name:20} {', '.join(held)}")
 same = results["clusterkv"].tokens == results["clusterkv, offload"].tokens
 print("the same tokens:", same, repr(tokenizer.decode(results["clusterkv"].tokens[0][:5])))
 
@@ -70,11 +73,11 @@ left = np.zeros(len(results))
 for kind, colour, hatch in (("device", "#1f3b73", ""), ("pinned_host", "#E69F00", "///")):
     size = np.array([one.memory_bytes.get(kind, 0) / 1e6 for one in results.values()])
     axes.barh(list(results), size, left=left, color=colour, hatch=hatch, edgecolor="white",
-              label={"device": "device", "pinned_host": "host"}[kind])  # fmt: skip
+              label=PLACES[kind])  # fmt: skip
     left += size
 axes.invert_yaxis()
 axes.set_xlabel("MB of the caches")
-axes.legend()
+axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 plt.show()
 
 # %% [markdown]
@@ -123,7 +126,7 @@ for recent in RECENT:
     fetched.append(result.recall.fetched_bytes_per_step / 1e3)
     rates.append(result.recall.hit_rate)
     held = result.memory_bytes["device"] / 1e6
-    print(f"{recent} steps: {rates[-1]:.0%} found on the device, "
+    print(f"{recent} step{'s' * (recent > 1)}: {rates[-1]:.0%} found on the device, "
           f"{fetched[-1]:.0f} kB per step cross, {held:.2f} MB held")  # fmt: skip
 figure, axes = plt.subplots(figsize=(7.2, 2.4))
 axes.plot(RECENT, fetched, "o-", color="#1f3b73")

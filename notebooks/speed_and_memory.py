@@ -17,13 +17,15 @@
 # What does a smaller cache save? This notebook counts the bytes of caches, also of models that do
 # not fit here, and measures times on this machine beside what the machine can do at best.
 #
-# *It runs from top to bottom on a CPU in under three minutes. In Colab, **File → Upload notebook**
-# takes this file, and **File → Open notebook → GitHub** the address of its repository.*
+# *It runs from top to bottom on a CPU in under three minutes, and its outputs are of such a run. In
+# Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
+# address of its repository. `%pip` installs what is missing: add the extra `cuda12` or `cuda13` for
+# a GPU, `tpu` for a TPU.*
+
+# %% tags=["skip-execution"]
+# %pip install -q --find-links . "kvjax[eval,gguf]"
 
 # %%
-# A wheel beside the notebook is found too; an address works: "kvjax[eval,gguf] @ git+https://...".
-# For a GPU add the extra cuda12 or cuda13, for a TPU tpu.
-# %pip install -q --find-links . "kvjax[eval,gguf]"
 import jax
 
 import kvjax
@@ -96,8 +98,8 @@ plt.show()
 #
 # ## Bytes by layer, measured
 #
-# The same for caches that exist: the bundled model after 2,048 tokens. `PyramidKV` and
-# `SpindleKV`'s eviction give layers different budgets.
+# The same for caches that exist: the bundled model after 2,048 tokens. `PyramidKV` gives layers
+# different budgets.
 
 # %%
 prompt = tokenizer(demo.held_out_text()).input_ids[:2048]

