@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -170,7 +172,26 @@ def test_documents_that_are_read_one_after_the_other():
     for layer in (0, 1, 2, 3, 0, 1):
         pieces(layer)
     text = shown(display)
-    assert "reading 300 tokens: layer 2 of 4 for those from 200 on" in text and "65%" in text
+    assert "reading 300 tokens, from token 200 on: layer 2 of 4" in text and "65%" in text
+
+
+def test_text_that_is_printed_while_a_display_runs_stays(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    for name in ("stderr", "stdout"):
+        monkeypatch.setattr(sys, name, terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with Display() as display:
+        display.show(0, None, "loading the model")
+        display.text("=== book\n")
+        display.start()
+    before, _, after = terminal.getvalue().partition("=== book\n")
+    assert "loading the model" in before, "the display has been shown"
+    first, shown, _ = after.partition("loading the model")
+    assert shown and "\x1b[1A" not in first, "the cursor goes up and erases the line"
 
 
 @pytest.mark.parametrize(
