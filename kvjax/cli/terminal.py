@@ -202,9 +202,10 @@ def print_figures(record: Mapping[str, Any], last: str = "") -> None:
 
 
 def print_line(line: str, style: str) -> None:
-    """Prints a line on standard error without wrapping it."""
+    """Prints a line on standard error, which a terminal gets broken between words."""
     _print_line(Console(stderr=True), line, style)
 
 
 def _print_line(console: Console, line: str, style: str) -> None:
-    console.print(line, style=style, soft_wrap=True, markup=False, highlight=False)
+    wraps = not console.is_terminal  # a line in a file stays one
+    console.print(line, style=style, soft_wrap=wraps, markup=False, highlight=False)

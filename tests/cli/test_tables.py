@@ -13,7 +13,7 @@ import pytest
 
 from kvjax.cli.situations import HEADINGS, methods_for
 from kvjax.cli.tables import Row, name_column, number_column, print_table
-from kvjax.cli.terminal import Display, print_figures
+from kvjax.cli.terminal import Display, print_figures, print_line
 from kvjax.registry import METHODS, STORAGE, WRAPPERS
 from tests.cli.commands import console, error, output
 
@@ -175,11 +175,23 @@ def test_documents_that_are_read_one_after_the_other():
     assert "reading 300 tokens, from token 200 on: layer 2 of 4" in text and "65%" in text
 
 
-def test_text_that_is_printed_while_a_display_runs_stays(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
+
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+def test_lines_are_broken_between_words_in_a_terminal_alone(monkeypatch, stream):
+    monkeypatch.setattr(sys, "stderr", stream())
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "30")
+    print_line("10 tokens · 25 ms per token · cache 5.8 MB of 19 MB", "")
+    lines = sys.stderr.getvalue().split("\n")[:-1]
+    assert " ".join(line.strip() for line in lines).endswith("per token · cache 5.8 MB of 19 MB")
+    assert max(map(len, lines)) <= 30 if stream is Terminal else len(lines) == 1
+
+
+def test_text_that_is_printed_while_a_display_runs_stays(monkeypatch):
     terminal = Terminal()
     for name in ("stderr", "stdout"):
         monkeypatch.setattr(sys, name, terminal)
