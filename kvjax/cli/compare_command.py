@@ -60,7 +60,7 @@ def add_grid_options(parser: argparse.ArgumentParser, out: str, lengths: tuple[i
     add = functools.partial(options.add_list, parser)
     add("--lengths", value_type=options.number_list, default=lengths, about="tokens of a prompt")
     add("--question", value_type=options.name_list, default=grid.QUESTIONS, dest="questions",
-        about="asked inside of what is compressed, or after it")  # fmt: skip
+        about="compressed with the text, or asked when the text is compressed")  # fmt: skip
     add("--depths", value_type=options.depth_list, default=grid.DEPTHS,
         about="where in the text the answer is, 0 to 1, or how many such places")  # fmt: skip
     add("--cases", value_type=int, default=grid.CASES, metavar="N",

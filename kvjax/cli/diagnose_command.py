@@ -41,7 +41,7 @@ DESCRIPTION = """\
 Reads a text once, and says for each method and budget how far the outputs of
 attention are from those of the full cache, by layer and head, and how many
 bytes the cache takes. Recommends the smallest cache under an error. The
-question stands inside what is compressed, or comes after it."""
+question is compressed with the text, or asked when the text is compressed."""
 EXAMPLES = """\
 examples:
   kvjax diagnose --prompt-file book.txt --model DIR
@@ -138,13 +138,16 @@ def _show(console: Console, diagnosis: Diagnosis, error: float) -> None:
     ]
     columns = [name_column(), *map(number_column, headings)]
     print_table(console, columns, rows, names=2, pad_edge=False)
+    asked = "compressed with them (inside)"
+    if diagnosis.where == "after":
+        asked = "asked when they are compressed (after)"
     console.print(
-        f"Of {diagnosis.prompt_tokens:,} tokens, with a question of {diagnosis.question_tokens} "
-        f"tokens {diagnosis.where} what is compressed. error: relative, of the attention outputs, "
-        "and recall of the most attended tokens, means over layers, heads and "
-        f"{diagnosis.new_tokens} new tokens. worst layer: the largest error of one, and which it "
-        "is. cache: bytes in the devices' memory. Green: an error of no more than "
-        f"{error:g}.",
+        f"Measured on {diagnosis.prompt_tokens:,} tokens; a question of "
+        f"{diagnosis.question_tokens} tokens is {asked}. error: relative error of the attention "
+        "outputs. recall: share of the most attended tokens that the method keeps or selects. Both "
+        f"are means over layers, heads and {diagnosis.new_tokens} new tokens. worst layer: the "
+        "largest error of a layer, and its number from 0 on. cache: bytes in the devices' memory. "
+        f"Green: an error of no more than {error:g}.",
         style="dim",
     )
     console.print(Text(_recommendation(diagnosis, best, error), style="bold"))

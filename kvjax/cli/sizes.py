@@ -53,6 +53,6 @@ class Whole(NamedTuple):
     def line(self, method: str) -> str:
         """Tells users of a method about it."""
         return (
-            f"{method} takes no less with its room than {self.method}, which keeps every token in "
-            f"{decimal(self.cache_bytes)}"
+            f"{method} and its room take no fewer bytes than {self.method}, which keeps every "
+            f"token in {decimal(self.cache_bytes)}"
         )

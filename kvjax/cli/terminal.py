@@ -10,6 +10,7 @@ from typing import Any
 from rich import progress
 from rich.console import Console, RenderableType
 from rich.filesize import decimal
+from rich.live import Live
 from rich.text import Text
 
 import kvjax
@@ -55,6 +56,15 @@ class Display(progress.Progress):
             redirect_stdout=False,
             redirect_stderr=False,
         )
+
+    def start(self) -> None:
+        """Starts the display, also again, below the lines that have been printed."""
+        # A `Live` that starts again goes up by its last height, and erases lines printed since.
+        self.live = Live(
+            console=self.console, transient=True, refresh_per_second=10,
+            redirect_stdout=False, redirect_stderr=False, get_renderable=self.get_renderable,
+        )  # fmt: skip
+        super().start()
 
     def get_renderables(self) -> Iterator[RenderableType]:
         """Yields the current work, in as many lines as it takes, and the bar below it."""
@@ -109,9 +119,10 @@ class Display(progress.Progress):
         def show(layer: int) -> None:
             step = next(steps)
             begun = read + ((step - 1) // layers) * (piece or 0)
-            work = f"reading {what or f'{tokens:,} tokens'}: layer {layer + 1} of {layers}"
+            work = f"reading {what or f'{tokens:,} tokens'}"
             if piece:
-                work += f" for those from {begun:,} on"
+                work += f", from token {begun:,} on"
+            work += f": layer {layer + 1} of {layers}"
             done = min(step * (piece or rest), layers * rest)
             self.show(layers * before + done, layers * (before + rest + after), work)
 
@@ -191,9 +202,10 @@ def print_figures(record: Mapping[str, Any], last: str = "") -> None:
 
 
 def print_line(line: str, style: str) -> None:
-    """Prints a line on standard error without wrapping it."""
+    """Prints a line on standard error, which a terminal gets broken between words."""
     _print_line(Console(stderr=True), line, style)
 
 
 def _print_line(console: Console, line: str, style: str) -> None:
-    console.print(line, style=style, soft_wrap=True, markup=False, highlight=False)
+    wraps = not console.is_terminal  # a line in a file stays one
+    console.print(line, style=style, soft_wrap=wraps, markup=False, highlight=False)

@@ -135,7 +135,7 @@ def test_a_chat_has_a_document_in_its_first_turn(capsys, monkeypatch, heads, tin
     out, err = capsys.readouterr()
     assert " for what was said (" in out and len(out.strip().split("\n")) >= 2
     whole, *cuts = err.strip().split("\n")
-    assert whole.startswith(f"{method} takes no less with its room than quantize, which keeps ")
+    assert whole.startswith(f"{method} and its room take no fewer bytes than quantize, which ")
     assert all("cut by --max-new" in line for line in cuts)
 
 

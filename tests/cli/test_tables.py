@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from kvjax.cli.situations import HEADINGS, methods_for
 from kvjax.cli.tables import Row, name_column, number_column, print_table
-from kvjax.cli.terminal import Display, print_figures
+from kvjax.cli.terminal import Display, print_figures, print_line
 from kvjax.registry import METHODS, STORAGE, WRAPPERS
 from tests.cli.commands import console, error, output
 
@@ -170,7 +172,38 @@ def test_documents_that_are_read_one_after_the_other():
     for layer in (0, 1, 2, 3, 0, 1):
         pieces(layer)
     text = shown(display)
-    assert "reading 300 tokens: layer 2 of 4 for those from 200 on" in text and "65%" in text
+    assert "reading 300 tokens, from token 200 on: layer 2 of 4" in text and "65%" in text
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+def test_lines_are_broken_between_words_in_a_terminal_alone(monkeypatch, stream):
+    monkeypatch.setattr(sys, "stderr", stream())
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "30")
+    print_line("10 tokens · 25 ms per token · cache 5.8 MB of 19 MB", "")
+    lines = sys.stderr.getvalue().split("\n")[:-1]
+    assert " ".join(line.strip() for line in lines).endswith("per token · cache 5.8 MB of 19 MB")
+    assert max(map(len, lines)) <= 30 if stream is Terminal else len(lines) == 1
+
+
+def test_text_that_is_printed_while_a_display_runs_stays(monkeypatch):
+    terminal = Terminal()
+    for name in ("stderr", "stdout"):
+        monkeypatch.setattr(sys, name, terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with Display() as display:
+        display.show(0, None, "loading the model")
+        display.text("=== book\n")
+        display.start()
+    before, _, after = terminal.getvalue().partition("=== book\n")
+    assert "loading the model" in before, "the display has been shown"
+    first, shown, _ = after.partition("loading the model")
+    assert shown and "\x1b[1A" not in first, "the cursor goes up and erases the line"
 
 
 @pytest.mark.parametrize(

@@ -31,18 +31,18 @@ DEFINITIONS = {
     "ends of its 95 % interval: Wilson's where a case is right or wrong, else a bootstrap's. Every "
     "method sees the same cases.",
     "Green": "The full cache's score lies in the interval.",
-    "Inside, after": "The question is part of what is compressed (inside), or it is asked when the "
-    "text before it has been read and compressed (after).",
-    "Floor": "The lower end of the full cache's interval is less than 5 points above what needs no "
-    "context. The task shows nothing of a method then, and its scores are not ranked.",
+    "Inside, after": "The question is compressed with the text (inside), or it is asked when the "
+    "text has been read and compressed (after).",
+    "Floor": "The lower end of the full cache's interval is less than 5 points above the score "
+    "without any context. The task shows nothing of a method then, and its scores are not ranked.",
     "Δ nats": "Loss per token of held-out text, or of right answers to questions, minus that with "
     "the full cache, case by case. The full cache's row has the loss itself.",
     "Recovery": "The part of a document's worth that is kept: the loss of right answers without "
     "the document minus that with the method, as a share of the loss without it minus that with "
     "the full cache.",
     "Error": "Relative error of the attention outputs, a mean over layers.",
-    "Recall": "Of the tokens with the most attention in the full cache, as many as a method looks "
-    "at, the share that it looks at.",
+    "Recall": "The share of the tokens with the most attention in the full cache, as many as a "
+    "method looks at, to which the method does look.",
     "Cache": "Bytes of the cache, as a share of the full cache's.",
     "Slots": "The budget as slots of a KV head, a mean over tasks.",
 }
