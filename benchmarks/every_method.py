@@ -77,7 +77,7 @@ def qwen(args: argparse.Namespace) -> Parts:
     """Returns the parts of Qwen2.5-Coder-0.5B-Instruct, by name."""
     every, six = ",".join(METHODS), ",".join(SIX)
     essays, wiki = ["--text", args.text], ["--text", args.wikitext]
-    # Methods that read a prompt for itself are not among those that are measured as SmolLM2's.
+    # These take a pass over the prompt for themselves.
     alone = {"kvzip", "by_head(kvzip)", "own_queries"}
     as_smollm2 = ",".join(method for method in METHODS if method not in alone)
     parts = {
