@@ -7,6 +7,7 @@ float64 on one row at a time, or on one KV head of a row.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from unittest import mock
@@ -16,17 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from tests.references import (
-    clusterkv,
-    h2o,
-    infinigen,
-    kvcrush,
-    kvmerger,
-    pyramidinfer,
-    quest,
-    snapkv,
-    spindlekv,
-)
+from tests.references import clusterkv, infinigen, slots
 from tests.references.rope import rope as rotate
 from tests.references.slots import Slots
 from tests.support.attending import OPTIONS, attend, flushed, init_cache, of_heads, slots_of
@@ -365,9 +356,13 @@ def clear_choices():
             clear(np.abs(row - (row.max(initial=0) - alpha)), np.abs(row).max(initial=1))
         return original_count(scores, budget, alpha)
 
-    original_best, original_similarity = h2o.best, clusterkv.similarity
+    original_best, original_similarity = slots.best, clusterkv.similarity
     original_count = infinigen.token_count
-    modules = h2o, infinigen, kvcrush, kvmerger, pyramidinfer, quest, snapkv, spindlekv
+    modules = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith("tests.references.") and hasattr(module, "best")
+    ]
     with ExitStack() as stack:
         for module in modules:
             stack.enter_context(mock.patch.object(module, "best", best))
