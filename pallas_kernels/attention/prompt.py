@@ -198,9 +198,10 @@ def prompt_attention_and_sums(
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G S"]]:
     """Computes `prompt_attention` and `column_sums` of the same queries.
 
-    With kernels, these are the two operations. XLA computes both at once from the logits of a block
-    of queries with all slots, so that queries and keys are multiplied once: sums add about a
-    seventh to attention's time on a CPU, not a half.
+    With kernels, these are the two operations: sums need the log-sum-exps of all slots, so that one
+    kernel would multiply queries and keys twice as well. XLA computes both at once from the logits
+    of a block of queries with all slots, which it holds, so that queries and keys are multiplied
+    once: sums add about a quarter to attention's time on a CPU, not a half.
 
     Args:
       sinks: logits of a learned sink of each query head, `Q = H · G`: a column of the softmax
