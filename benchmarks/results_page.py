@@ -93,7 +93,7 @@ KEPT_ANSWERS = (
 )  # fmt: skip
 
 TABLE = re.compile(r"(?s)(<!-- table: (\w+)(?: where ([^\n]+))? -->)\n.*?<!-- end -->")
-FIGURES = re.compile(r"<!-- (inside|after|nats): (.*?) -->.*?<!-- / -->")
+FIGURES = re.compile(r"<!-- (inside|after|nats)( of Qwen)?: (.*?) -->.*?<!-- / -->")
 FIGURE = re.compile(r"<!-- figure: (\w+) (.*?) -->(.*?)<!-- / -->")
 LIST = re.compile(r"(?s)^(.*)(# the (imports|papers) of methods, by [^\n]*)\n.*$")
 EXPRESSION = re.compile(r"\{(.*?)(?::([^{}:]*))?\}")
@@ -291,7 +291,7 @@ def situations(results: Sequence[Results]) -> str:
     """Methods by situation, of `SITUATIONS`, with what they find (`FOUND`)."""
     rows_found = (row for each in results for row in each.rows() if row.task == NEEDLE)
     found = {(row.candidate, row.question): row for row in rows_found}
-    kept = {row["method"]: row for row in read(KEPT_ANSWERS[0])["rows"] if "bytes" in row}
+    kept = {row["method"]: row for row in read("kept_answers_qwen")["rows"] if "bytes" in row}
     lines = []
     for situation, arguments in SITUATIONS.items():
         candidate, said = FOUND[arguments]
@@ -305,7 +305,7 @@ def situations(results: Sequence[Results]) -> str:
             names["bytes"] = f"{100 * row['bytes']:.0f}"
         told = said.format(**names)
         lines.append([situation, f"`{arguments}`", told])
-    headings = ["situation", "`kvjax generate` with", "SmolLM2's needles, question inside / after"]
+    headings = ["situation", "`kvjax generate` with", "Qwen's needles, question inside / after"]
     return markdown(headings, lines)
 
 
@@ -719,7 +719,7 @@ def tables(folders: dict[str, Results]) -> tuple[list[Results], dict[str, str]]:
         **{folder: scores([results]) for folder, results in folders.items()},
         **{f"method_{path.stem}": scores(measured, path.stem) for path in METHODS.glob("*.md")},
         "choose": choosing(measured),
-        "situations": situations([folders["needles"]]),
+        "situations": situations([folders["short_needles_qwen"]]),
         "newcomer_qwen": newcomer(read("newcomer_qwen")["rows"]),
         **{name: beside_hf(read(name)) for name in ("lm_eval_smollm2", "lm_eval_qwen")},
         "foreign_models": foreign_models(read("foreign_models")["rows"]),
@@ -760,7 +760,9 @@ def main() -> None:
         return "\n".join([marker, *lines[:2], *chosen, "<!-- end -->"])
 
     def figured(match: re.Match[str]) -> str:
-        return f"<!-- {match[1]}: {match[2]} -->{figures(match[1], match[2], measured)}<!-- / -->"
+        kind, model, methods = match.groups(default="")
+        results = [folders["short_needles_qwen"]] if model else measured
+        return f"<!-- {kind}{model}: {methods} -->{figures(kind, methods, results)}<!-- / -->"
 
     def computed(match: re.Match[str]) -> str:
         text = figure(match[1], match[2], folders)

@@ -10,9 +10,9 @@ SITUATIONS = {
         "--method snapkv --budget 0.5",
     "The question comes later, or there are many.":
         "--method clusterkv --budget 0.1",
-    "The same, and memory is short.":
+    "It comes later, and memory is short.":
         '--method "chain(quantize, clusterkv)" --budget 0.2',
-    "The same, and the host has memory.":
+    "It comes later, and the host has memory.":
         '--method "chain(clusterkv, offload)" --budget 0.1',
     "A document is read once and asked about later, and little of it may be kept.":
         '--method "by_head(chain(own_queries, quantize(bits=4, group=64)))" --budget 0.19',

@@ -132,7 +132,7 @@ def test_an_unmarked_figure_is_found(tmp_path, monkeypatch):
 def test_no_mark_begins_a_line_of_prose(page):
     """A comment at the beginning of a line ends a paragraph."""
     text = page.read_text("utf-8")
-    assert re.findall(r"^ *<!-- (?:figure|inside|after|nats):.*", text, re.MULTILINE) == []
+    assert re.findall(r"^ *<!-- (?:figure|inside|after|nats)\b.*", text, re.MULTILINE) == []
 
 
 @pytest.mark.parametrize("room", ["kvjax", "pallas_kernels", "models"])
