@@ -47,19 +47,16 @@ class Display(progress.Progress):
             progress.TimeElapsedColumn(),
             progress.TimeRemainingColumn(),
             console=console,
-            transient=True,
             expand=True,
             disable=not (wanted and sys.stderr.isatty() and not console.is_dumb_terminal),
             # Cells of a comparison take seconds: an estimate from the last few would be unsteady.
             speed_estimate_period=300.0,
-            # Standard output may be a file, which the display must not touch.
-            redirect_stdout=False,
-            redirect_stderr=False,
         )
 
     def start(self) -> None:
         """Starts the display, also again, below the lines that have been printed."""
         # A `Live` that starts again goes up by its last height, and erases lines printed since.
+        # Standard output may be a file, which the display must not touch.
         self.live = Live(
             console=self.console, transient=True, refresh_per_second=10,
             redirect_stdout=False, redirect_stderr=False, get_renderable=self.get_renderable,
@@ -207,5 +204,5 @@ def print_line(line: str, style: str) -> None:
 
 
 def _print_line(console: Console, line: str, style: str) -> None:
-    wraps = not console.is_terminal  # a line in a file stays one
-    console.print(line, style=style, soft_wrap=wraps, markup=False, highlight=False)
+    in_file = not console.is_terminal  # where a line stays one
+    console.print(line, style=style, soft_wrap=in_file, markup=False, highlight=False)

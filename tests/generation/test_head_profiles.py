@@ -220,7 +220,7 @@ def test_it_is_made_once_for_a_model_a_method_and_a_text(tmp_path, monkeypatch):
 
 
 def test_methods_that_are_profiled_by_the_same_find_the_same_kept_profile(tmp_path, monkeypatch):
-    """With the words of its instruction, which are those of the method that makes the profile."""
+    """A kept profile is found by the instruction of the method that makes it."""
     monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))
     made = []
 

@@ -242,7 +242,7 @@ def test_a_key_that_scores_miss_elsewhere():
 
 
 def test_scores_of_a_record_that_was_mapped():
-    """What `scores` gets is a pytree, as every record is."""
+    """`scores` gets a pytree, as every record is."""
 
     class Halves(kvjax.kit.DocumentBudget):
         needs = property(lambda self: Needs(probe=kvjax.kit.Received()))

@@ -45,7 +45,7 @@ def run_cells(notebook) -> list:
 
 
 def kinds(cell) -> list[str]:
-    """What a cell shows, in order: `stdout`, `stderr`, `image/png`, `text/plain`, `error`."""
+    """Returns the kinds of a cell's outputs, in order: `stdout`, `image/png`, `error`, ..."""
     shown = [
         output.name if output.output_type == "stream" else min(output.get("data", {"error": ""}))
         for output in cell.outputs
