@@ -60,11 +60,8 @@ def test_python_runs(tmp_path, monkeypatch, capsys):
     assert module.out.shape == (2, 4, 1, 16)  # of the attention layer
     story = demo.document()
     assert len(module.prompt) == 3914 and story.question in printed[0]
-    for text, answers, most in (
-        (printed[0], [story.answer], 4.0), (printed[1], [story.answer, "730215"], 10.0)
-    ):  # fmt: skip
-        assert all(answer in text for answer in answers)
-        assert float(SHARE.search(text)[1]) < most
+    assert story.answer in printed[0] and float(SHARE.search(printed[0])[1]) < 4.0
+    assert story.answer in printed[1] and "730215" in printed[1]
 
 
 # Commands that compare methods take longest; the tests of each have others like them.
