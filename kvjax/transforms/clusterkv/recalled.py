@@ -35,9 +35,9 @@ def recalled_slots(
 
     Returns the slots, and the clusters as ranked.
 
-    On a CPU, ranking all clusters takes about as long as reading the slots of the best ones.
-    Therefore only the `likely` best are ranked there; all of them are ranked in a step in which
-    these have fewer slots than the budget. The result is the same.
+    On a CPU, ranking and listing all clusters takes about as long as reading the slots of the best
+    ones. Therefore only the `likely` best are ranked and listed there; all of them are in a step in
+    which these have fewer slots than the budget. The result is the same.
 
     Args:
       query: rotated queries, grouped under their KV head.
@@ -53,16 +53,17 @@ def recalled_slots(
             query, clusters.centroids, clusters.sizes, most=most, **ranking._asdict()
         )
 
-    if likely >= num_clusters or not on_one_cpu(ranking.implementation, clusters.centroids):
-        order = ranked(num_clusters)
-    else:
-        order = _ranked_if_needed(ranked, clusters, likely)
-    sinks_first = jnp.pad(order + 1, ((0, 0), (0, 0), (1, 0)))
-    slots = build_indices(
-        sinks_first, *clusters.with_sinks(), clusters.budget[:, None], length=length,
-        implementation=ranking.implementation,
-    )  # fmt: skip
-    return slots, order
+    def listed(order: Int[Array, "B K M"]) -> Int[Array, "B K N"]:
+        sinks_first = jnp.pad(order + 1, ((0, 0), (0, 0), (1, 0)))
+        return build_indices(
+            sinks_first, *clusters.with_sinks(), clusters.budget[:, None], length=length,
+            implementation=ranking.implementation,
+        )  # fmt: skip
+
+    if likely < num_clusters and on_one_cpu(ranking.implementation, clusters.centroids):
+        return _all_if_needed(ranked, listed, clusters, likely)
+    order = ranked(num_clusters)
+    return listed(order), order
 
 
 def unread(clusters: Clusters, order: Int[Array, "B K M"], length: int) -> Int[Array, "B K C"]:
@@ -82,24 +83,30 @@ def unread(clusters: Clusters, order: Int[Array, "B K M"], length: int) -> Int[A
     return jnp.repeat(clusters.sizes, lists, axis=1) - read
 
 
-def _ranked_if_needed(
-    ranked: Callable[[int], Int[Array, "B K _"]], clusters: Clusters, likely: int
-) -> Int[Array, "B K C"]:
-    """Ranks all clusters only if the `likely` best have fewer slots than the budget."""
-    num_clusters, order = clusters.sizes.shape[2], ranked(likely)
-    sizes = take_slots(clusters.sizes, order)
+def _all_if_needed(
+    ranked: Callable[[int], Int[Array, "B K _"]],
+    listed: Callable[[Int[Array, "B K _"]], Int[Array, "B K N"]],
+    clusters: Clusters,
+    likely: int,
+) -> tuple[Int[Array, "B K N"], Int[Array, "B K C"]]:
+    """Ranks and lists all clusters only if the `likely` best have fewer slots than the budget."""
+    num_clusters, best = clusters.sizes.shape[2], ranked(likely)
+    sizes = take_slots(clusters.sizes, best)
     wanted = clusters.budget[:, None] - clusters.sinks
-    wanted = jnp.repeat(wanted, order.shape[1] // wanted.shape[1], axis=1)
+    wanted = jnp.repeat(wanted, best.shape[1] // wanted.shape[1], axis=1)
     # Empty clusters are ranked last: if the last of the best is empty, no other has slots.
     full = (sizes.sum(-1, dtype=jnp.int32) >= wanted) | (sizes[..., -1] == 0)
 
-    # Whatever follows a full list is cut off, and what follows an empty cluster has no slots. So
-    # the last of the best is repeated, and one list serves both cases.
-    padding = (0, 0), (0, 0), (0, num_clusters - likely)
+    def of_all() -> tuple[Int[Array, "B K N"], Int[Array, "B K C"]]:
+        order = ranked(num_clusters)
+        return listed(order), order
 
-    def rank_again() -> Int[Array, "B K C"]:
-        return jax.lax.cond(
-            full.all(), lambda: jnp.pad(order, padding, mode="edge"), lambda: ranked(num_clusters)
-        )
+    def of_best() -> tuple[Int[Array, "B K N"], Int[Array, "B K C"]]:
+        # A cluster that stands there again takes no more slots, so the last may be repeated.
+        padding = (0, 0), (0, 0), (0, num_clusters - likely)
+        return listed(best), jnp.pad(best, padding, mode="edge")
+
+    def rank_again() -> tuple[Int[Array, "B K N"], Int[Array, "B K C"]]:
+        return jax.lax.cond(full.all(), of_best, of_all)
 
     return jax.jit(rank_again)()
