@@ -34,6 +34,21 @@ METHODS = (
     *ALL_METHODS, "quest(spread=None)", "quantize", "quantize(bits=4)",
     "chain(quantize, clusterkv)", "chain(quantize(bits=4), clusterkv)",
 )  # fmt: skip
+# Options of the papers' methods beside their defaults, and what their papers compare them with.
+OPTIONS = (
+    "full", "h2o", "snapkv", "pyramidkv", "layer_budget",
+    "chelsea", "chelsea(chunk=16)", "chelsea(chunk='whole')",
+    "chelsea(ratio_0=1.0, decay=0.25, steps=3, floor=0.25)", "chelsea(outlier_threshold=0.8)",
+    "kvmerger", "kvmerger(pivot='random')", "kvmerger(weights='mean')", "kvmerger(sigma='literal')",
+    "kvmerger(sigma=0.5)", "kvmerger(sigma=1.0)", "kvmerger(sigma=2.5)", "kvmerger(sigma=5.0)",
+    "kvmerger(sigma=6.0)", "kvmerger(value_scale='paper')",
+    "kvcrush(snapkv)", "kvcrush(snapkv, kmeans=True)", "kvcrush(snapkv, granularity='chunk')",
+    "kvcrush(snapkv, granularity='page')", "kvcrush(h2o)", "kvcrush(h2o, anchor='mean')",
+    "kvcrush(h2o, anchor='alternate')", "kvcrush(h2o, kmeans=True)",
+    "kvcrush(h2o, granularity='page')", "kvcrush(pyramidkv)",
+    "spindlekv", "spindlekv(capacity=1.0)", "spindlekv(unfold=True)",
+    "spindlekv(capacity=1.0, unfold=True)", "spindlekv(magnitude=False)",
+)  # fmt: skip
 SIX = ("streaming_llm", "h2o", "snapkv", "kvmerger", "clusterkv", "quest")
 BUDGETS = "0.1,0.2,0.5"
 # The memory of one prompt is kept for the next: a third of the time would go into page faults.
@@ -47,16 +62,19 @@ NEEDLES = ("niah_single_2", "niah_multikey_1")
 Parts = dict[str, list[str]]
 
 
-def run(tasks: Sequence[str], methods: str, lengths: str, cases: int, *rest: str) -> list[str]:
+def run(
+    tasks: Sequence[str], methods: str, lengths: str, cases: int, *rest: str, budget: str = BUDGETS
+) -> list[str]:
     """Returns arguments of `kvjax eval` but the model's and the folder's."""
     return [
-        *tasks, "--method", methods, "--lengths", lengths, "--cases", str(cases), *rest,
+        *tasks, "--method", methods, "--budget", budget, "--lengths", lengths,
+        "--cases", str(cases), *rest,
     ]  # fmt: skip
 
 
 def smollm2(args: argparse.Namespace) -> Parts:
     """Returns the parts of SmolLM2-135M-Instruct, by name."""
-    every, six = ",".join(METHODS), ",".join(SIX)
+    every, six, options = ",".join(METHODS), ",".join(SIX), ",".join(OPTIONS)
     essays, wiki = ["--text", args.text], ["--text", args.wikitext]
     short, chat = ("--max-new", "16"), ("--max-new", "32", "--chat")
     listed = ("--max-new", "64", "--chat")
@@ -67,6 +85,7 @@ def smollm2(args: argparse.Namespace) -> Parts:
         "variables": run(("vt",), every, "2048", 50, *essays, *chat),
         "lengths_needles": run(NEEDLES, six, "1024,4096", 20, *essays, *short),
         "lengths_perplexity": run(("perplexity",), six, "1024,4096", 20, *wiki),
+        "options": run(("perplexity",), options, "2048", 10, *wiki, budget="0.2"),
         # The full cache is at the floor of these two, so that no method can be ranked by them.
         "words": run(("cwe",), every, "2048", 50, *essays, *listed),
         "multi_news": run(("multi_news",), every, "2048", 50, *wiki, *summary),
@@ -75,7 +94,7 @@ def smollm2(args: argparse.Namespace) -> Parts:
 
 def qwen(args: argparse.Namespace) -> Parts:
     """Returns the parts of Qwen2.5-Coder-0.5B-Instruct, by name."""
-    every, six = ",".join(METHODS), ",".join(SIX)
+    every, six, options = ",".join(METHODS), ",".join(SIX), ",".join(OPTIONS)
     essays, wiki = ["--text", args.text], ["--text", args.wikitext]
     # These take a pass over the prompt for themselves.
     alone = {"kvzip", "by_head(kvzip)", "own_queries"}
@@ -83,6 +102,8 @@ def qwen(args: argparse.Namespace) -> Parts:
     parts = {
         "short_needles": run(NEEDLES[:1], as_smollm2, "2048", args.cases, *essays,
                              "--max-new", "10"),
+        "options": run(NEEDLES[:1], options, "2048", args.cases, *essays, "--max-new", "10",
+                       "--question", "inside", budget="0.2"),
         "needles": run(NEEDLES[:1], every, "4096", args.cases, *essays, "--max-new", "10"),
         "squad": run(("squad",), every, "4096", args.cases, "--data", args.squad,
                      "--question", "after"),
@@ -120,7 +141,7 @@ def main() -> None:
         if name not in every:
             parser.error(f"the parts are {', '.join(every)}, got {name}")
         out.mkdir(parents=True, exist_ok=True)
-        words = ["eval", *every[name], "--budget", BUDGETS, "--out", str(out / name)]
+        words = ["eval", *every[name], "--out", str(out / name)]
         run_command(out / "commands.json", name, words, args.model)
 
 
