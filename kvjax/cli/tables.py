@@ -3,16 +3,42 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
+from rich.measure import Measurement
 from rich.table import Column, Table
 from rich.text import Text
 
 _NAME_WIDTH = 12  # minimum width of a column of longer names
 _ANY_WIDTH = 10_000  # width of a terminal in which every table fits
+
+
+_PARTS = re.compile(r"[^(, ]*[(, ]?")  # of a method's text, between which a line may end
+
+
+@dataclass(frozen=True)
+class _MethodText:
+    """A method's text, whose lines end behind brackets and commas and in no word that fits."""
+
+    text: str
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        longest = max(len(part.rstrip()) for part in _PARTS.findall(self.text))
+        least = min(len(self.text), max(_NAME_WIDTH, longest))
+        return Measurement(least, len(self.text)).with_maximum(options.max_width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        lines = [""]
+        for part in _PARTS.findall(self.text):
+            if lines[-1] and len((lines[-1] + part).rstrip()) > options.max_width:
+                lines.append("")
+            lines[-1] += part
+        yield Text("\n".join(line.rstrip() for line in lines), overflow="fold")
 
 
 class Row(NamedTuple):
@@ -28,7 +54,7 @@ class Row(NamedTuple):
 
 
 def name_column(**options: Any) -> Column:
-    """Makes the column of methods; long names are broken into lines."""
+    """Makes the column of methods; `print_table` breaks long texts into lines."""
     return Column("method", overflow="fold", **options)
 
 
@@ -63,6 +89,8 @@ def print_table(
         for row, following in itertools.zip_longest(rows, rows[1:], fillvalue=rows[-1]):
             cells = [row.cells[place] for place in shown]
             texts = [Text(cell) if isinstance(cell, str) else cell for cell in cells]
+            if isinstance(cells[0], str):
+                texts[0] = _MethodText(cells[0])
             ends = any(row.cells[place] != following.cells[place] for place in section)
             result.add_row(*texts, style=row.style, end_section=ends)
         return result
