@@ -442,6 +442,8 @@ class Step:
         or merge; None in a decode step, and for methods that store, index or place, which read
         `cache.k`.
       length_before: tokens of each row before the prompt, `[B]`; None at other moments.
+      document_length: tokens of each row's whole document, `[B]`, of which this prompt is a piece;
+        None where it is not known to be one.
       rope: as given to `attend`; None where q and k came rotated.
       moment: `"prompt"`, `"flush"` or `"step"` (static).
       options: scale, window, soft cap and sinks of the attention.
@@ -458,6 +460,7 @@ class Step:
     rows: Bool[Array, " B"]
     keys: Float[Array, "B H S D"] | None = None
     length_before: Int[Array, " B"] | None = None
+    document_length: Int[Array, " B"] | None = None
     rope: Rope | None = None
     moment: Moment = field(metadata={"static": True})
     options: AttentionOptions

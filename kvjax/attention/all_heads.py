@@ -48,7 +48,7 @@ def join(
     cache: tuple[LayerCache, ...],
     slots: int,
     most: int,
-    document: bool,
+    document: Int[Array, " B"] | None,
 ) -> Reading:
     """Begins one reading of a further prompt for all heads of a layer.
 

@@ -243,7 +243,7 @@ def _attend_placed(cache: Cache, tokens: Tokens, call: Call) -> tuple[Array, Cac
     )  # fmt: skip
 
 
-def begin_document(cache: Cache) -> Cache:
+def begin_document(cache: Cache, length: Int[Array, " B"] | None = None) -> Cache:
     """Begins a document, as `attend` begins any prompt with its first tokens.
 
     Methods that note a document while it is read (`kvjax.kit.Probe.read`) know from this call that
@@ -251,6 +251,8 @@ def begin_document(cache: Cache) -> Cache:
 
     Args:
       cache: of a layer, from `init_cache` or from `attend` after a whole prompt. Donate it.
+      length: tokens of each row's whole document, where the prompt is a piece of it that is
+        compressed before the next one is read; None: the prompt is all of it.
 
     Returns:
       A reading, which `attend` takes with the document's first tokens in the place of the cache.
@@ -271,7 +273,11 @@ def begin_document(cache: Cache) -> Cache:
     check_layer_cache(cache, "begin_document")
     if any(isinstance(part, Reading) and part.phase for part in layer_caches(cache)):
         raise ValueError("a document begins before its first tokens, which have been read already")
-    return _on_each_part(functools.partial(begin, document=True), cache)
+    return _on_each_part(_begin_document, cache, *(() if length is None else (length,)))
+
+
+def _begin_document(part: Any, length: Int[Array, " B"] | bool = True) -> Any:
+    return begin(part, document=length)
 
 
 def complete(cache: Cache, implementation: str | None = None) -> Cache:
@@ -279,12 +285,22 @@ def complete(cache: Cache, implementation: str | None = None) -> Cache:
     return _on_each_part(functools.partial(compress, implementation=implementation), cache)
 
 
-def _on_each_part(function: Callable[[Any], Any], cache: Cache) -> Cache:
-    """Applies a function to each rectangle of a layer's cache, on each device's part of it."""
-    placement, function = placement_of(cache), functools.partial(map_parts, function)
+def _on_each_part(function: Callable[..., Any], cache: Cache, *of_rows: Array) -> Cache:
+    """Applies a function to each rectangle of a layer's cache, on each device's part of it.
+
+    Args:
+      of_rows: further arguments, `[B, ...]`.
+    """
+
+    def of_parts(cache: Cache, *of_rows: Array) -> Cache:
+        return map_parts(lambda part: function(part, *of_rows), cache)
+
+    placement = placement_of(cache)
     if placement is None:
-        return function(cache)
-    return on_each_device(function, placement, (cache,), (cache_specs(cache),), cache_specs)
+        return of_parts(cache, *of_rows)
+    by_row = [PartitionSpec(placement.rows_axis(len(x))) for x in of_rows]
+    specs = cache_specs(cache), *by_row
+    return on_each_device(of_parts, placement, (cache, *of_rows), specs, cache_specs)
 
 
 def _attend_layer(cache: Cache, tokens: Tokens, call: Call) -> tuple[Array, Cache]:

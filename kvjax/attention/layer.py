@@ -126,6 +126,7 @@ class Reading:
       stored: keys and values as they were stored before the prompt; None where they were dense.
       rows: the rows that had tokens in the prompt so far.
       length_before: tokens of each row before the prompt.
+      document_length: as in `Step`.
       queries: each row's last W queries, where the transform looks at them; None otherwise.
       record: what the transform's probe has noted; None: it has none, or this is not a document.
       rope: the last chunk's.
@@ -137,6 +138,7 @@ class Reading:
     stored: tuple[Payload, Payload] | None
     rows: Bool[Array, " B"]
     length_before: Int[Array, " B"]
+    document_length: Int[Array, " B"] | None
     queries: QueryWindow | None
     record: Record | None
     rope: Rope | None

@@ -57,7 +57,8 @@ def has_rows(cache: Part) -> Part:
     if isinstance(cache, Reading):
         whole, stored, queries = has_rows(cache.cache), every(cache.stored), every(cache.queries)
         return dataclasses.replace(
-            cache, cache=whole, stored=stored, rows=True, length_before=True, queries=queries,
+            cache, cache=whole, stored=stored, rows=True, length_before=True,
+            document_length=every(cache.document_length), queries=queries,
             record=every(cache.record), rope=rope, options=options,
         )  # pyright: ignore[reportArgumentType]  # fmt: skip
     kv = cache.kv

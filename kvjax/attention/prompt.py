@@ -35,19 +35,23 @@ from pallas_kernels import (
 from pallas_kernels.attention.call import Elsewhere, join_elsewhere
 
 
-def begin(caches: Any, *, empty: bool = False, document: bool = False) -> Any:
+def begin(
+    caches: Any, *, empty: bool = False, document: Int[Array, " B"] | bool | None = None
+) -> Any:
     """Makes readings of caches, with keys and values decoded, for a prompt that is to come.
 
     Args:
       caches: of one layer or of several. Donate them. Readings stay as they are.
       empty: whether they are known to hold nothing. Then nothing is decoded, or brought from host
         memory.
-      document: whether it is a document, of which the transform's probe makes a record.
+      document: tokens of the whole document of each row, of which the prompt may be a piece, or
+        True: those of the prompt. The transform's probe makes a record of a document. None: the
+        prompt is not one.
     """
     return map_parts(functools.partial(_begin, empty=empty, document=document), caches)
 
 
-def _begin(cache: Part, empty: bool, document: bool) -> Reading:
+def _begin(cache: Part, empty: bool, document: Int[Array, " B"] | bool | None) -> Reading:
     if isinstance(cache, Reading):
         return cache
     kv, stored = decoded(cache.kv, empty=empty)
@@ -56,10 +60,12 @@ def _begin(cache: Part, empty: bool, document: bool) -> Reading:
     if size and queries is None:
         queries = QueryWindow.empty(batch, heads * kv.group, size, kv.k.shape[3], kv.k.dtype)
     cache, rows = dataclasses.replace(cache, kv=kv, window=None), jnp.zeros(batch, bool)
-    record = _empty_record(cache) if document else None
+    record = None if document is None else _empty_record(cache)
+    whole = None if isinstance(document, bool) else document
     return Reading(
-        cache, stored, rows, kv.length + 0, queries, record, rope=None, options=cache.options
-    )
+        cache, stored, rows, kv.length + 0, whole, queries, record, rope=None,
+        options=cache.options,
+    )  # fmt: skip
 
 
 def _empty_record(cache: LayerCache) -> Record | None:
@@ -185,9 +191,9 @@ def step_of(reading: Reading, implementation: str | None = None) -> Step:
     query, query_position = reading.queries or (None, None)
     requested = on_request(query=query, query_position=query_position, record=reading.record)
     return Step(
-        rows=reading.rows, keys=keys, length_before=reading.length_before, rope=rope,
-        moment="prompt", options=reading.options, implementation=implementation,
-        requested=requested,
+        rows=reading.rows, keys=keys, length_before=reading.length_before,
+        document_length=reading.document_length, rope=rope, moment="prompt",
+        options=reading.options, implementation=implementation, requested=requested,
     )  # fmt: skip
 
 

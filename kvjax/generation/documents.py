@@ -11,7 +11,7 @@ from jaxtyping import Int
 
 from kvjax.compose.wrappers import needs_of
 from kvjax.devices import mesh_of, put_by_rows
-from kvjax.generation.groups import Group, Pieces
+from kvjax.generation.groups import Group, Looking, Pieces
 from kvjax.generation.model import FunctionalModel
 from kvjax.messages import brief
 from kvjax.protocol import Asking, KVTransform, Needs, Probe
@@ -58,12 +58,14 @@ def looked_at(
     document: Document,
     model: FunctionalModel,
     layers: tuple[KVTransform, ...],
+    whole: Int[np.ndarray, " B"] | None = None,
 ) -> list[Group]:
-    """Returns the groups with the tokens that look at their prompts, if these are documents.
+    """Returns the groups with how a probe looks at their prompts, if these are documents.
 
     Args:
       prompts: of all rows.
       length: tokens of each row with its prompt.
+      whole: tokens of each row's document, of which the prompt is a piece; None: it is all of it.
     """
     check_document(document)
     probe = probe_of(layers) if document else None
@@ -71,18 +73,20 @@ def looked_at(
         return groups
     longest = max(int(length[row]) for row, prompt in enumerate(prompts) if len(prompt))
     asking, mesh = Asking(model, words_of(document), longest), mesh_of(model.params)
+    whole = np.array(list(map(len, prompts)), np.int32) if whole is None else whole
 
-    def looking(group: Group) -> tuple[Pieces, ...]:
+    def looking(group: Group) -> Looking:
         rows = list(range(len(prompts)) if group.rows is None else group.rows)
         documents = [list(prompts[row]) for row in rows]
         tokens = probe.pieces(documents, group.tokens.shape[1], asking)
+        of_rows = put_by_rows(whole[rows], mesh)
         if tokens is None:
-            return ()
+            return Looking(None, of_rows)
         _check_pieces(tokens, len(rows), asking.model.vocab_size, type(probe).__name__)
         there = tokens >= 0
         positions = length[rows][:, None, None] + there.cumsum(-1, dtype=np.int32) - 1
         arrays = np.maximum(tokens, 0), np.where(there, positions, -1)
-        return (Pieces(*(put_by_rows(x, mesh) for x in arrays)),)
+        return Looking(Pieces(*(put_by_rows(x, mesh) for x in arrays)), of_rows)
 
     return [group._replace(looking=looking(group)) for group in groups]
 

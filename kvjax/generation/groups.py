@@ -34,20 +34,31 @@ class Pieces(NamedTuple):
     positions: Int[Array, "G P R"]
 
 
+class Looking(NamedTuple):
+    """Says how a probe looks at the documents of a group.
+
+    Args:
+      pieces: the tokens that look; None: none do.
+      length: tokens of each document, of which the prompt may be a piece.
+    """
+
+    pieces: Pieces | None
+    length: Int[Array, " G"]
+
+
 class Group(NamedTuple):
     """Rows of a batch that are read together.
 
     Args:
       rows: numbers of the rows; None: all of them, in order.
       tokens, positions: padded; -1 marks padding.
-      looking: the tokens that look at the documents, if any do; None: the prompts are not
-        documents, or no method has a probe.
+      looking: None: the prompts are not documents, or no method has a probe.
     """
 
     rows: Int[np.ndarray, " G"] | None
     tokens: Int[Array, "G T"]
     positions: Int[Array, "G T"]
-    looking: tuple[Pieces, ...] | None = None
+    looking: Looking | None = None
 
 
 def grouped(

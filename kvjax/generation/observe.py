@@ -128,12 +128,12 @@ def slots_together(caches: Sequence[Cache]) -> tuple[int, int]:
     return largest, largest + max((kv.max_tokens - kv.slots for kv in joined), default=0)
 
 
-@compiled(static_argnums=(0, 1, 2, 3))
+@compiled(static_argnums=(0, 1, 2))
 def join_layer(
     observer: Observe,
     transform: KVTransform,
     slots: tuple[int, int],
-    document: bool,
+    document: Int[Array, " G"] | None,
     cache: Cache,
     rows: Int[Array, " G"] | None,
 ) -> tuple[Reading, AllHeads | None]:
@@ -143,7 +143,7 @@ def join_layer(
       observer: what reads the prompt.
       transform: of the layer.
       slots: as `slots_together` returns them.
-      document: whether the prompt is a document.
+      document: as in `begin`.
       cache: of the layer.
       rows: the rows that are read; None: all of them.
     """

@@ -40,18 +40,20 @@ def read_in_pieces(
       document: as in `read`.
       on_piece: as in `read`.
     """
+    whole = np.array(list(map(len, prompts)), np.int32)
     if isinstance(start, Context):
         context, is_new = start, False
     else:
         start = start._replace(widths=[min(width, piece) for width in start.widths])
         first = [prompt[:piece] for prompt in prompts]
-        context, is_new = first_turn(model, first, start, compiler, document), True
+        context = first_turn(model, first, start, compiler, document, whole=whole)
+        is_new = True
         # `on_piece` may keep it, so that a later call must be able to refuse another model.
         context = dataclasses.replace(context, fingerprint=Fingerprint.of(model))
     while (more := _next_pieces(prompts, np.asarray(context.length), piece)) is not None:
         if is_new and on_piece is not None:
             on_piece(context)
-        context = further_turn(model, context, more, [piece], compiler, document)
+        context = further_turn(model, context, more, [piece], compiler, document, whole=whole)
         is_new = True
     return context
 

@@ -21,7 +21,7 @@ from kvjax.attention.rows import put_rows, take_rows
 from kvjax.compiled_code import compiled, give_back_freed
 from kvjax.devices import by_rows, mesh_of
 from kvjax.generation.compiler import Compiler, Programs, Tracer
-from kvjax.generation.groups import Group, Pieces, join_groups
+from kvjax.generation.groups import Group, Looking, Pieces, join_groups
 from kvjax.generation.model import FunctionalModel
 from kvjax.generation.new_caches import (
     CacheSize,
@@ -173,10 +173,11 @@ def _read_by_layer(
             tokens.positions,
         )  # fmt: skip
 
-    def looking(group: Group) -> tuple[Pieces, ...] | None:
-        if group.looking is None:
-            return None
-        return tuple(pieces._replace(tokens=embedded(pieces)) for pieces in group.looking)
+    def looking(group: Group) -> Looking | None:
+        if group.looking is None or group.looking.pieces is None:
+            return group.looking
+        pieces = group.looking.pieces
+        return group.looking._replace(pieces=pieces._replace(tokens=embedded(pieces)))
 
     # For the next layer: states of a prompt, their positions, and what looks at it.
     passing: list[Any] = [(embedded(group), group.positions, looking(group)) for group in groups]
@@ -201,7 +202,7 @@ def _read_by_layer(
                 else:
                     joined, all_heads = compiler.run(
                         f"the heads of {of_layer}", join_layer, observer, transform, slots,
-                        group.looking is not None, cache, rows,
+                        None if group.looking is None else group.looking.length, cache, rows,
                     )  # fmt: skip
             # States are donated: what leaves the layer takes their place.
             *passing[number], cache = compiler.run(
@@ -325,15 +326,15 @@ def _read_layer(
     rows: Int[Array, " B"] | None,
     x: Float[Array, "B T C"],
     positions: Int[Array, "B T"],
-    looking: tuple[Pieces, ...] | None = None,
+    looking: Looking | None = None,
     joined: Reading | None = None,
-) -> tuple[Array, Array, tuple[Pieces, ...] | None, Cache]:
+) -> tuple[Array, Array, Looking | None, Cache]:
     """Reads a prompt, and what looks at it if it is a document, through one layer.
 
     Args:
       into: the states of a new cache, or the layer's cache.
       rows: the rows of the cache that the tokens are of; None: all of them.
-      looking: what looks at the document; None: the prompt is not one.
+      looking: how a probe looks at the document; None: the prompt is not one.
       joined: the reading that begins for all heads of a layer with a cache, in the place of `into`.
         It is not donated, since it grows.
 
@@ -341,16 +342,17 @@ def _read_layer(
       The states that leave the layer, their positions, what looks, and the cache.
     """
     (block, transform, size, attention, last), cache = how, joined or into
+    pieces, length = looking or (None, None)
     if size is not None:
         cache = new_cache(transform, size, attention, into)
-        cache = begin(cache, empty=True, document=looking is not None)
+        cache = begin(cache, empty=True, document=length)
     if rows is not None:
         cache = take_rows(into, rows)
     if looking is not None and size is None:
-        cache = begin_document(cache)
-    mesh, ends = mesh_of_cache(cache), last and not looking
+        cache = begin_document(cache, length)
+    mesh, ends = mesh_of_cache(cache), last and pieces is None
     x, cache = block(layer_params, x, positions, cache, layer=transform, phase="prompt", last=ends)
-    if looking:
+    if pieces is not None:
 
         def look(reading: Cache, piece: Pieces) -> tuple[Cache, Array]:
             y, reading = block(
@@ -358,9 +360,8 @@ def _read_layer(
             )
             return reading, y
 
-        (pieces,) = looking
         cache, y = _by_piece(look, before_look(cache), pieces)
-        looking = (pieces._replace(tokens=by_rows(y, mesh)),)
+        looking = Looking(pieces._replace(tokens=by_rows(y, mesh)), length)
         cache = complete(cache) if last else cache
     if rows is not None:
         cache = put_rows(into, rows, cache)
@@ -431,21 +432,22 @@ def _read_whole(
       The logits of each row's last token, and the caches.
     """
     (rows, tokens, positions, looking), caches = group, into
+    pieces, length = looking or (None, None)
     if size is not None:
         caches = tuple(
             new_cache(transform, size, model.attention(layer), states)
             for layer, (transform, states) in enumerate(zip(layers, into, strict=True))
         )
-        caches = begin(caches, empty=True, document=looking is not None)
+        caches = begin(caches, empty=True, document=length)
     if rows is not None:
         caches = take_rows(into, rows)
     if looking is not None and size is None:
-        caches = tuple(map(begin_document, caches))
+        caches = tuple(begin_document(cache, length) for cache in caches)
     logits, caches = model.apply(
         model.params, tokens, positions, caches, layers=layers, phase="prompt",
-        last=last and not looking, logits_at=positions.argmax(-1)[:, None],
+        last=last and pieces is None, logits_at=positions.argmax(-1)[:, None],
     )  # fmt: skip
-    if looking:
+    if pieces is not None:
 
         def look(readings: tuple[Cache, ...], piece: Pieces) -> tuple[tuple[Cache, ...], Array]:
             ignored, readings = model.apply(
@@ -454,7 +456,7 @@ def _read_whole(
             )  # fmt: skip
             return readings, ignored[:, :0]
 
-        caches, _ = _by_piece(look, before_look(caches), *looking)
+        caches, _ = _by_piece(look, before_look(caches), pieces)
         caches = tuple(map(complete, caches)) if last else caches
     if rows is not None:
         caches = put_rows(into, rows, caches)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int
 
 from kvjax.attention.flush import flush, flush_interval
 from kvjax.attention.layer import Cache
@@ -63,11 +63,13 @@ def first_turn(
     document: Document | None = None,
     last: bool = True,
     then: Then | None = None,
+    whole: Int[np.ndarray, " B"] | None = None,
 ) -> Context:
     """Makes a context of new caches that hold these prompts.
 
     Args:
       document: as in `generate`; None: they are.
+      whole: as in `looked_at`.
       last: whether the caches are compressed; else they are readings, as in `attend`.
       then: as in `read_prompt`.
     """
@@ -75,7 +77,7 @@ def first_turn(
     groups = grouped(prompts, widths, layers, size.mesh)
     length = np.array([len(prompt) for prompt in prompts], np.int32)
     document = True if document is None else document
-    groups = looked_at(groups, prompts, length, document, model, layers)
+    groups = looked_at(groups, prompts, length, document, model, layers, whole)
     logits, caches = read_prompt(model, layers, groups, size, None, compiler, last, then)
     return Context(
         held=caches,
@@ -110,6 +112,7 @@ def further_turn(
     document: Document | None = None,
     last: bool = True,
     then: Then | None = None,
+    whole: Int[np.ndarray, " B"] | None = None,
 ) -> Context:
     """Reads one more prompt of each row that has one, into the caches of a context.
 
@@ -119,6 +122,7 @@ def further_turn(
     Args:
       prompts: one per row; None: the row takes no part.
       document: as in `generate`; None: they are not, but questions.
+      whole: as in `looked_at`.
       last: whether the caches are compressed; else they are readings of all rows, as in `attend`.
       then: as in `read_prompt`.
     """
@@ -128,7 +132,9 @@ def further_turn(
     length, mesh = np.asarray(context.length), context.size.mesh
     groups = grouped(rows, widths, context.layers, mesh, length)
     active = count > 0
-    groups = looked_at(groups, rows, length + count, document or False, model, context.layers)
+    groups = looked_at(
+        groups, rows, length + count, document or False, model, context.layers, whole
+    )
 
     # A prompt's end is a flush of its rows. Rows without a prompt have not been flushed then, and
     # steps are counted for all rows together.

@@ -74,6 +74,9 @@ class OwnQueries(DocumentBudget):
         quoted[s] = max_{g, t} softmax_j([q'_t · k_j for sinks and piece; q_t · k_j for j ≤ t])[s]
 
     over all t in the piece of s. It is 0 for sinks, which draw attention without being quoted.
+    Where a document is read as several prompts (`kvjax.read(piece=)`), L is the number of its
+    tokens in the turned queries, since the repetition would stand behind all of it, and the tokens
+    of the prompt in `used`.
 
     Both are multiplied by the size of a token's value relative to its head's, `‖v_s‖ / median_s
     ‖v_s‖`. The score is
@@ -156,7 +159,10 @@ class OwnQueries(DocumentBudget):
         in_order: Int[Array, "B H S"],
     ) -> Float[Array, "B H S"]:
         """Returns the largest probability that each token receives in the virtual repetition."""
-        turned = _turned_back(step.keys, document.sum(-1, dtype=jnp.int32), step)
+        length = document.sum(-1, dtype=jnp.int32)
+        if step.document_length is not None:
+            length = jnp.maximum(length, step.document_length[:, None])
+        turned = _turned_back(step.keys, length, step)
         is_sink = cache.live & (cache.position < self.sinks)
         sinks = sorted_slots(is_sink, cache.position)[..., : self.sinks]
         sink_keys = take_slots(turned, sinks)

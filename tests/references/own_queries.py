@@ -16,7 +16,8 @@ class OwnQueries(DocumentBudget):
         used[s] = sum over queries t of mean over query heads g of p[g, t, s] / max(L - s, 32)
 
     where p is the attention in which the document is read.  The document is cut into pieces of
-    `piece` tokens.  Query t of a piece is turned by L more positions to q', and
+    `piece` tokens.  Query t of a piece is turned by L more positions to q' (of a document that is
+    read as several prompts by the tokens of all of them), and
 
         x[g, t] = q'_t . k_j for every j that is a sink or in the piece, and
                   q_t . k_j  for every j <= t in the piece
@@ -51,18 +52,18 @@ class OwnQueries(DocumentBudget):
         self.queries |= {int(p): q[:, t] for t, p in enumerate(positions) if p >= 0}
         return out
 
-    def end_document(self) -> None:
-        """Decides which tokens stay."""
-        self.keep_best(self.scores())
+    def end_document(self, whole: int = 0) -> None:
+        """Decides which tokens stay, of a prompt of a document that has `whole` tokens."""
+        self.keep_best(self.scores(whole))
 
-    def scores(self) -> np.ndarray:
+    def scores(self, whole: int) -> np.ndarray:
         """Scores [S] of the live tokens, of which those of the document count."""
         document = self.slots.positions[self.is_new()].tolist()
         used, quoted = (dict.fromkeys(self.slots.positions.tolist(), 0.0) for _ in range(2))
         for s, position in enumerate(document):
             used[position] = self.received[position] / max(len(document) - s, 32)
         for start in range(0, len(document), self.piece):
-            quoted |= self.quoted(document[start : start + self.piece], len(document))
+            quoted |= self.quoted(document[start : start + self.piece], whole or len(document))
         used, quoted = (np.array(list(x.values())) * self.relative_size() for x in (used, quoted))
         return self.pooled(quoted, self.kernel) ** (1 - self.use) * used**self.use
 

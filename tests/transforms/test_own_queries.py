@@ -26,13 +26,14 @@ class Documents(documents.Documents):
             budget, rope=rope, of_reference=turned, piece=piece, room=room, **arguments
         )
 
-    def document(self, counts, side: str = "right", chunks: int = 1):
-        """A prompt that begins as a document."""
-        self.cache = begin_document(self.cache)
+    def document(self, counts, side: str = "right", chunks: int = 1, whole=None):
+        """A prompt that begins as a document, or as a piece of one with `whole` tokens."""
+        length = () if whole is None else (np.array(whole, np.int32),)
+        self.cache = begin_document(self.cache, *length)
         self.read(counts, side, chunks, last=True)
         for row, head in self.heads:
             if counts[row]:
-                self.references[row, head].end_document()
+                self.references[row, head].end_document(*(() if whole is None else (whole[row],)))
         return self.check()
 
 
@@ -62,6 +63,14 @@ def test_documents_questions_and_answers(name):
     both.question((6, 3, 0), width=8).decode(4)
     both.document((30, 0, 3), side="left", chunks=2)
     both.decode(3, alive=(True, False, True)).question((8, 5, 8), width=8, side="left")
+
+
+@pytest.mark.parametrize("budget", [20, 0.3])
+def test_pieces_are_quoted_from_behind_the_whole_document(budget):
+    whole = 67, 12, 120
+    both = Documents(budget, use=0.2).document((37, 9, 52), whole=whole)
+    both.document((30, 3, 52), chunks=2, whole=whole).document((0, 0, 16), whole=whole)
+    both.question((6, 3, 0), width=8).decode(4)
 
 
 def test_a_question_comes_first():
