@@ -170,9 +170,12 @@ class Extent:
         return min(self.prompt - self.later, self.total)
 
     def keep(self, slots: int, turn: int | None = None) -> Extent:
-        """At most `slots` remain of a prompt, and the pinned ones; all go to the next layer.
+        """Returns the extent of which at most `slots`, and the pinned ones, remain of a prompt.
+
+        All tokens go to the next layer.
 
         Args:
+          slots: most slots that are kept.
           turn: slots beside them for turns that are not documents; None: these have none.
         """
         alone = min(self.prompt, slots + self.pinned)
@@ -183,18 +186,18 @@ class Extent:
         )  # fmt: skip
 
     def every(self, steps: int) -> Extent:
-        """Something is done with the new tokens every `steps` decode steps, or more often."""
+        """Returns the extent whose `interval` is `steps`, or as short as it was before."""
         least = steps if self.interval is None else min(self.interval, steps)
         return dataclasses.replace(self, interval=least)
 
     def hold(self, slots: int) -> Extent:
-        """At most `slots` and the pinned ones are live at any time while decoding."""
+        """Returns the extent with at most `slots`, and the pinned ones, live while decoding."""
         slots = slots + self.pinned
         limit = slots if self.limit is None else min(self.limit, slots)
         return dataclasses.replace(self, limit=limit)
 
     def pin(self, slots: int) -> Extent:
-        """At most `slots` more are pinned, beside what earlier parts of a chain hold."""
+        """Returns the extent with up to `slots` more pinned, beside what parts before it hold."""
         limit = None if self.limit is None else self.limit + slots
         return dataclasses.replace(self, limit=limit, pinned=self.pinned + slots)
 
@@ -570,7 +573,11 @@ class Step:
         return _asked_for(self.requested, "record")
 
     def of_rows(self, new: State, old: State) -> State:
-        """A state whose arrays are `[B, ...]`: `new` in the rows concerned, `old` in the others."""
+        """Returns the state with `new` in the rows concerned and `old` in the others.
+
+        Args:
+          new, old: states of the same structure, whose arrays are `[B, ...]`.
+        """
         return of_rows(self.rows, new, old)
 
 
@@ -638,7 +645,11 @@ class View:
         return _asked_for(self.requested, "predicted")
 
     def take(self, index: Int[Array, "B K N"], fixed: int = 0) -> View:
-        """A selection of this view's entries (-1 = none). Only indices are composed.
+        """Returns a view of a selection of this view's entries; no rows are read.
+
+        Args:
+          index: entries of this view, which are slots where it has all of them; -1: none.
+          fixed: as the field.
 
         Raises:
           TypeError: the index has another dtype or other axes.
@@ -654,7 +665,14 @@ class View:
         return dataclasses.replace(self, index=index, fixed=fixed, rows=None)
 
     def per_slot(self, x: Array, fill: float) -> Array:
-        """A per-slot array `[B, H, S]` at the entries of this view; `fill` at empty ones."""
+        """Returns a per-slot array `[B, H, S]` at this view's entries, `[B, K, N]`.
+
+        A view of all slots returns the array as it is.
+
+        Args:
+          x: one number for each slot.
+          fill: value at entries that are none.
+        """
         if self.index is None:
             return x
         return jnp.where(self.index >= 0, take_slots(x, jnp.maximum(self.index, 0)), fill)
@@ -729,7 +747,12 @@ class KVTransform:
                 )
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
-        """Returns the transform of one layer: layer budgets and dense layers live here."""
+        """Returns the transform of one layer: layer budgets and dense layers live here.
+
+        Args:
+          layer: number of the layer, from 0.
+          num_layers: number of the model's layers.
+        """
         return self
 
     def in_chain(
@@ -767,21 +790,44 @@ class KVTransform:
     def select(
         self, view: View, state: State, query: Float[Array, "B Q T D"]
     ) -> tuple[View, State]:
-        """Before attention while decoding: chooses a static number of slots to look at."""
+        """Chooses the slots to look at, a static number of them, before a decode step's attention.
+
+        Args:
+          view: the view that parts of a chain before this one have left; the new token is in it.
+          state: the transform's own state.
+          query: queries of the step, rotated.
+
+        Returns:
+          `view.take(index)`, and the new state.
+        """
         return view, state
 
     def on_prompt(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
-        """Decides what to do when a prompt is complete."""
+        """Decides what to do when a prompt is complete.
+
+        Args:
+          cache: the slots, with all tokens of the prompt and those before it.
+          state: the transform's own state.
+          step: the moment's account: the rows concerned, keys, and what `needs` asks for.
+
+        Returns:
+          A decision, which the library carries out, or None for nothing; and the new state.
+        """
         return None, state
 
     def on_flush(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
-        """Decides what to do with the tokens that have come since the last flush."""
+        """Decides what to do with the tokens that have come since the last flush.
+
+        `Step.room` says for how many more tokens there must be free slots. Otherwise as
+        `on_prompt`.
+        """
         return None, state
 
     def on_step(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
         """Decides what to do after the attention of a decode step.
 
-        It runs at every step, so it evicts one slot at most, and makes no pass over keys.
+        It runs at every step, so it evicts one slot at most, and makes no pass over keys. Arguments
+        and results are those of `on_prompt`; the new token is in the cache.
         """
         return None, state
 
@@ -825,7 +871,7 @@ class Wrapper(KVTransform):
         return self.base
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
-        """The wrapper around the base of this layer; `Full` where that is."""
+        """Returns the wrapper around the base of this layer, or `Full` if that is the base."""
         base = self.base.for_layer(layer, num_layers)
         return base if isinstance(base, Full) else dataclasses.replace(self, base=base)
 
@@ -839,7 +885,7 @@ class Wrapper(KVTransform):
         return self.inner.needs
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, State]:
-        """The base's columns and state."""
+        """Makes the base's columns and state."""
         cache, base = self.inner.init(cache, layer)
         return cache, Wrapped(base)
 

@@ -63,7 +63,8 @@ def test_examples_run(name):
     if name in OTHERS:
         pytest.importorskip(OTHERS[name], reason=f"{OTHERS[name]} is not installed")
     module = importlib.import_module(name)
-    # What an example registers is forgotten. Modules that it imports register nodes to be kept.
+    # What an example registers is forgotten: its classes one by one, since modules that it imports
+    # register others, which stay.
     with mock.patch.dict(kvjax.registry.METHODS):
         result = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
     for registered in (NODES, VALUES):

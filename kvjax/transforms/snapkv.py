@@ -125,7 +125,8 @@ def window_attention(
       weight: weight of each query, the oldest first; None: 1.
 
     Returns:
-      The sums of each slot, for each of the G query heads of a KV head.
+      The sums of each slot in float32, for each of the G query heads of a KV head; free slots have
+      0.
 
     Raises:
       ValueError: `Step` holds fewer queries, since the method's `needs` ask for fewer.
