@@ -186,7 +186,7 @@ class Extent:
         )  # fmt: skip
 
     def every(self, steps: int) -> Extent:
-        """Returns the extent whose `interval` is `steps`, or as short as it was before."""
+        """Returns the extent whose `interval` is `steps`, or the one that it had if shorter."""
         least = steps if self.interval is None else min(self.interval, steps)
         return dataclasses.replace(self, interval=least)
 
@@ -209,8 +209,8 @@ class Asking(NamedTuple):
 
     Args:
       model: the `FunctionalModel` that reads the documents.
-      encode: returns the token ids of a text, without special tokens; None: there is no tokenizer,
-        and a probe does without words.
+      encode: returns the token ids of a text, without special tokens; None: no tokenizer was given
+        (`document` of `kvjax.read`), and a probe does without words.
       length: most tokens of a row, the document and the tokens behind it that look at it.
 
     Example:
@@ -795,7 +795,7 @@ class KVTransform:
         Args:
           view: the view that parts of a chain before this one have left; the new token is in it.
           state: the transform's own state.
-          query: queries of the step, rotated.
+          query: queries of the step, rotated where the cache's keys are.
 
         Returns:
           `view.take(index)`, and the new state.
@@ -806,7 +806,8 @@ class KVTransform:
         """Decides what to do when a prompt is complete.
 
         Args:
-          cache: the slots, with all tokens of the prompt and those before it.
+          cache: the slots, with the prompt's tokens and those of earlier turns, as far as parts of
+            a chain before this one have left them.
           state: the transform's own state.
           step: the moment's account: the rows concerned, keys, and what `needs` asks for.
 
