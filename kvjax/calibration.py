@@ -29,6 +29,18 @@ class Calibration:
 
     Args:
       cut_to: KV heads that the arrays are cut to, as `HeadGroups` needs them; None: all.
+
+    Example:
+      >>> from dataclasses import dataclass
+      >>> import kvjax, numpy as np
+      >>> @dataclass(frozen=True)
+      ... class MeanKeys(kvjax.kit.Calibration):
+      ...     means: np.ndarray  # [layers, KV heads, head_dim]
+      >>> keys = MeanKeys(np.zeros((2, 4, 64)))
+      >>> keys == MeanKeys(np.zeros((2, 4, 64))), keys.shape  # layers and KV heads
+      (True, (2, 4))
+      >>> keys.of_heads((0, 3)).means.shape
+      (2, 2, 64)
     """
 
     cut_to: MethodHeads = field(default=None, kw_only=True)
@@ -116,8 +128,9 @@ class Calibration:
 class Learner(KVTransform):
     """Base class of methods that learn from a model: `kvjax.calibrated` lets them.
 
-    The model reads each text of a sample with `reader`. What `observe` returns in every layer goes
-    to `learn`, which makes the calibration.
+    The model reads each text of a sample with `reader`, the full cache by default. What `observe`
+    returns in every layer goes to `learn`, which makes the calibration. A subclass has a field for
+    the calibration, `learns`, `planned`, `observe` and `learn`.
 
     Class attributes:
       learns: the field that holds the calibration, or the path of its file, or None; and the class
@@ -125,6 +138,28 @@ class Learner(KVTransform):
       kept: whether the calibration is kept in the user's cache, where later processes find it: for
         what belongs to a model and hardly to a text.
       dtype: of keys and values while a text is read; None: that of the platform.
+
+    Example:
+      >>> from dataclasses import dataclass
+      >>> import kvjax, numpy as np
+      >>> @dataclass(frozen=True)
+      ... class MeanKeys(kvjax.kit.Calibration):
+      ...     means: np.ndarray  # [layers, KV heads, head_dim]
+      >>> @dataclass(frozen=True)
+      ... class FarKeys(kvjax.kit.Learner):  # `on_prompt` and `extent` are left out here
+      ...     keys: MeanKeys | str | None = None
+      ...     learns = ("keys", MeanKeys)
+      ...     def planned(self, model):
+      ...         shape = model.num_layers, model.kv_heads, model.head_dim
+      ...         return self.with_learned(MeanKeys(np.zeros(shape)))
+      ...     def observe(self, reader, cache, state, step):
+      ...         return cache.k.read()[0].mean(1)
+      ...     def learn(self, model, observed):
+      ...         return MeanKeys(np.mean(observed, axis=0))  # over the texts
+      >>> observed = [[np.full((1, 4), n) for n in (1.0, 2.0)]]  # of one text, in two layers
+      >>> method = FarKeys().with_learned(FarKeys().learn(None, observed))
+      >>> method.lacks_calibration, method.keys.means[:, 0, 0].tolist()
+      (False, [1.0, 2.0])
     """
 
     learns: ClassVar[tuple[str, type[Calibration]]]

@@ -29,9 +29,10 @@ Rows = Bool[Array, " B"] | Bool[Array, "B H"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Base of all decisions.
+    """Base of what a method may decide: `Keep`, `Retain`, `Merge`, `Order` and `Mark`.
 
-    Decisions are pytrees, so that `foreseen` can have them without numbers.
+    A method returns a decision, and the library carries it out. Decisions are pytrees, so that
+    `foreseen` can have them without numbers.
 
     Args:
       columns: new values of the method's own columns, `[B, H, S, ...]` each, by name.
@@ -39,6 +40,14 @@ class Decision:
 
     Class attributes:
       rewrites: whether slots come to have other keys or values.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> keep = kvjax.kit.Keep(budget=jnp.array([4, 4]), score=None, newest_first=True)
+      >>> isinstance(keep, kvjax.kit.Decision)
+      True
+      >>> keep.concerning(jnp.array([True, False])).rows.tolist()  # the second row stays as it is
+      [True, False]
     """
 
     columns: dict[str, Array] = field(default_factory=dict)

@@ -34,12 +34,27 @@ _NOT_DESCRIBED = {"computes": False}  # in the fingerprint of a model
 class GuestCache:
     """The cache of one layer of somebody else's model, and what its attention is not told.
 
-    It is a pytree, which their loop may carry and donate.
+    It is a pytree, which their loop may carry and donate. `guest_caches` makes those of all layers.
 
     Args:
-      cache: of the layer.
+      cache: of the layer, from `kvjax.init_cache`.
       positions: of the call's tokens, -1 for padding; None: the attention gives them.
-      phase, last: as in `kvjax.attend` (static).
+      phase, last: as in `kvjax.attend` (static). By default, one token is a step, more are a
+        prompt, and every prompt is complete.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, kvjax
+      >>> cache = kvjax.guests.GuestCache(kvjax.init_cache(
+      ...     kvjax.StreamingLLM(budget=8), batch=1, kv_heads=2, head_dim=4, max_prompt=16,
+      ...     max_new=4))
+      >>> @jax.jit
+      ... def attention(x, positions, cache):  # of a model of others, without projections
+      ...     heads = x.reshape(*x.shape[:2], 2, 4)
+      ...     out, cache = cache.attend(heads, heads, heads, positions)
+      ...     return out.reshape(x.shape), cache
+      >>> out, cache = attention(jnp.ones((1, 12, 8)), jnp.arange(12)[None], cache)
+      >>> out.shape, int(cache.cache.kv.live[0, 0].sum())
+      ((1, 12, 8), 8)
     """
 
     cache: Cache
@@ -102,14 +117,14 @@ def guest_caches(
       phase, last: as in `kvjax.attend`. By default one token is a step, and more are a prompt.
 
     Example:
-      >>> import jax.numpy as jnp, kvjax
+      >>> import jax, jax.numpy as jnp, kvjax
       >>> caches = kvjax.init_caches("h2o(budget=8)", num_layers=2, batch=1, kv_heads=2,
       ...                            head_dim=4, max_prompt=16, max_new=4)
       >>> cache, _ = kvjax.guests.guest_caches(kvjax.self_flushing(caches))
+      >>> attend = jax.jit(lambda cache, x, positions: cache.attend(x, x, x, positions))
       >>> x = jnp.ones((1, 12, 2, 4))
-      >>> out, cache = cache.attend(x, x, x, jnp.arange(12)[None])
-      >>> last = x[:, -1:]
-      >>> again, cache = cache.attend(last, last, last, jnp.array([[11]]))
+      >>> out, cache = attend(cache, x, jnp.arange(12)[None])
+      >>> again, cache = attend(cache, x[:, -1:], jnp.array([[11]]))  # once more, and not added
       >>> out.shape, again.shape, cache.cache.kv.length.tolist()
       ((1, 12, 2, 4), (1, 1, 2, 4), [12])
     """

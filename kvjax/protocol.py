@@ -91,7 +91,14 @@ class Card:
 
 
 class Stage(IntEnum):
-    """Place of a transform in a chain, whose parts are sorted by it."""
+    """Place of a transform in a chain, whose parts must stand in this order.
+
+    Example:
+      >>> import kvjax
+      >>> tx = kvjax.chain(kvjax.SnapKV(budget=0.5), kvjax.Quest(budget=64), kvjax.Offload())
+      >>> [part.stage.name for part in tx.parts]
+      ['EVICT', 'RECALL', 'PLACE']
+    """
 
     EVICT = 0  # evicts or merges
     REPRESENT = 1  # stores keys and values in another form
@@ -163,9 +170,12 @@ class Extent:
         return min(self.prompt - self.later, self.total)
 
     def keep(self, slots: int, turn: int | None = None) -> Extent:
-        """At most `slots` remain of a prompt, and the pinned ones; all go to the next layer.
+        """Returns the extent of which at most `slots`, and the pinned ones, remain of a prompt.
+
+        All tokens go to the next layer.
 
         Args:
+          slots: most slots that are kept.
           turn: slots beside them for turns that are not documents; None: these have none.
         """
         alone = min(self.prompt, slots + self.pinned)
@@ -176,18 +186,18 @@ class Extent:
         )  # fmt: skip
 
     def every(self, steps: int) -> Extent:
-        """Something is done with the new tokens every `steps` decode steps, or more often."""
+        """Returns the extent whose `interval` is `steps`, or the one that it had if shorter."""
         least = steps if self.interval is None else min(self.interval, steps)
         return dataclasses.replace(self, interval=least)
 
     def hold(self, slots: int) -> Extent:
-        """At most `slots` and the pinned ones are live at any time while decoding."""
+        """Returns the extent with at most `slots`, and the pinned ones, live while decoding."""
         slots = slots + self.pinned
         limit = slots if self.limit is None else min(self.limit, slots)
         return dataclasses.replace(self, limit=limit)
 
     def pin(self, slots: int) -> Extent:
-        """At most `slots` more are pinned, beside what earlier parts of a chain hold."""
+        """Returns the extent with up to `slots` more pinned, beside what parts before it hold."""
         limit = None if self.limit is None else self.limit + slots
         return dataclasses.replace(self, limit=limit, pinned=self.pinned + slots)
 
@@ -195,12 +205,23 @@ class Extent:
 class Asking(NamedTuple):
     """Model, tokenizer and length from which a probe makes the tokens that look at documents.
 
-    They are used on the host.
+    They are used on the host. `kvjax.read` and `generate` make them.
 
     Args:
       model: the `FunctionalModel` that reads the documents.
-      encode: returns the token ids of a text, without special tokens; None: there are no words.
+      encode: returns the token ids of a text, without special tokens; None: no tokenizer was given
+        (`document` of `kvjax.read`), and a probe does without words.
       length: most tokens of a row, the document and the tokens behind it that look at it.
+
+    Example:
+      >>> import kvjax, numpy as np
+      >>> class Summary(kvjax.kit.Received):
+      ...     instructions = ("Sum up the text.",)
+      ...     def pieces(self, documents, width, asking):
+      ...         return np.tile(asking.encode(*self.instructions), (len(documents), 1, 1))
+      >>> asking = kvjax.kit.Asking(model=None, encode=lambda text: [7, 8], length=64)
+      >>> Summary().pieces([[1, 2, 3], [4, 5]], width=3, asking=asking).tolist()
+      [[[7, 8]], [[7, 8]]]
     """
 
     model: Any
@@ -211,10 +232,20 @@ class Asking(NamedTuple):
 class Inputs(NamedTuple):
     """Holds what entered a layer with some tokens.
 
+    A model gives it to `kvjax.attend`, which passes it on to probes that ask for it.
+
     Args:
       states: what its queries, keys and values are projections of, `[B, T, C]`.
       norm: Euclidean norm of the residual stream before the layer's own norm, `[B, T]`; None: the
         model does not give it.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> x = jnp.full((1, 3, 16), 2.0)  # the residual stream of three tokens
+      >>> norm = jnp.linalg.norm(x, axis=-1)
+      >>> inputs = kvjax.kit.Inputs(states=4 * x / norm[..., None], norm=norm)  # RMSNorm
+      >>> inputs.states[0, :, 0].tolist(), inputs.norm.tolist()
+      ([1.0, 1.0, 1.0], [[8.0, 8.0, 8.0]])
     """
 
     states: Float[Array, "B T C"]
@@ -231,6 +262,15 @@ class Chunk(NamedTuple):
       inputs: what entered the layer; None: the probe does not ask for it.
       received: attention that each slot received from these queries, summed over them, in float32,
         by query head of its KV head, `[B, H, G, S]`; None: the probe does not ask for it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from kvjax.kit import Chunk, write_slots
+      >>> chunk = Chunk(query=jnp.full((1, 4, 2, 9), 2.0), positions=jnp.array([[0, 1]]),
+      ...               slots=jnp.array([[[0, 1], [0, 1]]]), inputs=None, received=None)
+      >>> sizes = jnp.linalg.norm(chunk.query, axis=-1).reshape(1, 2, 2, 2).max(2)  # [B, H, T]
+      >>> write_slots(jnp.zeros((1, 2, 3)), chunk.slots, sizes).tolist()  # by slot, for a record
+      [[[6.0, 6.0, 0.0], [6.0, 6.0, 0.0]]]
     """
 
     query: Float[Array, "B Q T D"]
@@ -247,7 +287,8 @@ class Probe:
     A document is a prompt about which questions may come later: the first prompt of a context, or
     any prompt of `kvjax.read`. A probe notes arrays of the document's own tokens. Then tokens of
     its choice may look: they attend to the document and to each other, and are not stored. This
-    class notes nothing, and tells documents from other prompts by its empty record.
+    class notes nothing, and tells documents from other prompts by its empty record. A method names
+    its probe in `Needs(probe=...)`, and reads what it has noted in `Step.record`.
 
     A probe is a value, as a transform is: hashable, and equal to others with equal fields.
 
@@ -256,6 +297,24 @@ class Probe:
       received: whether it notes the attention that the document's own queries pay
         (`Chunk.received`).
       instructions: texts that it asks with, so that what was learnt with other words is told apart.
+
+    Example:
+      >>> from dataclasses import dataclass
+      >>> import jax.numpy as jnp, kvjax
+      >>> from kvjax.kit import Chunk, Probe, Record
+      >>> @dataclass(frozen=True)
+      ... class Attended(Probe):
+      ...     received = True
+      ...     def empty(self, cache):
+      ...         return Record(slots={"sum": jnp.zeros(cache.shape)})
+      ...     def read(self, record, chunk):
+      ...         return Record(slots={"sum": record.slots["sum"] + chunk.received.mean(2)})
+      >>> cache = kvjax.init_cache(kvjax.Full(), batch=1, kv_heads=1, query_heads=2, head_dim=4,
+      ...                          max_prompt=2, max_new=0).kv
+      >>> chunk = Chunk(jnp.ones((1, 2, 2, 4)), jnp.array([[0, 1]]), jnp.array([[[0, 1]]]),
+      ...               inputs=None, received=jnp.array([[[[1.5, 0.5], [1.0, 1.0]]]]))
+      >>> Attended().read(Attended().empty(cache), chunk).slots["sum"].tolist()
+      [[[1.25, 0.75]]]
     """
 
     inputs: ClassVar[bool] = False
@@ -455,6 +514,22 @@ class Step:
       requested: what was computed because `Needs` asks for it, by the name of the property below
         that gives it. A method sees only what its own `needs` ask for: a property raises TypeError
         where it was not asked for, and is None at moments that do not have it.
+
+    Example:
+      >>> from dataclasses import dataclass
+      >>> import kvjax
+      >>> from kvjax.kit import Keep, Needs, by_query_head, window_attention
+      >>> @dataclass(frozen=True)
+      ... class Looked(kvjax.kit.HeldBudget):  # what the newest query attends to (TOVA)
+      ...     budget: int
+      ...     minimum = 1
+      ...     needs = property(lambda self: Needs(query_window=1, decode_mass=True))
+      ...     def on_step(self, cache, state, step):
+      ...         if step.moment == "prompt":
+      ...             return Keep(state, by_query_head(window_attention(cache, step, 1))), state
+      ...         return Keep(state, step.mass), state
+      >>> Looked(budget=64).extent(kvjax.kit.Extent(prompt=4096, new=100)).total
+      65
     """
 
     rows: Bool[Array, " B"]
@@ -501,7 +576,11 @@ class Step:
         return _asked_for(self.requested, "record")
 
     def of_rows(self, new: State, old: State) -> State:
-        """A state whose arrays are `[B, ...]`: `new` in the rows concerned, `old` in the others."""
+        """Returns the state with `new` in the rows concerned and `old` in the others.
+
+        Args:
+          new, old: states of the same structure, whose arrays are `[B, ...]`.
+        """
         return of_rows(self.rows, new, old)
 
 
@@ -538,6 +617,15 @@ class View:
         worth selecting (static).
       implementation: of the operations in `pallas_kernels`, as given to `attend` (static).
       requested: what there is because `Needs` asks for it, as in `Step`.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> cache = kvjax.init_cache(kvjax.Full(), batch=1, kv_heads=2, head_dim=4, max_prompt=8,
+      ...                          max_new=0).kv
+      >>> view = kvjax.kit.View(cache, slots=jnp.array([[[7], [7]]]))
+      >>> view = view.take(jnp.array([[[7, 2, 5], [7, 0, -1]]]))  # as `select` returns it
+      >>> view.take(jnp.array([[[0, 2], [0, 2]]])).index.tolist()  # of what the first one has left
+      [[[7, 5], [7, -1]]]
     """
 
     cache: KVCache
@@ -560,7 +648,11 @@ class View:
         return _asked_for(self.requested, "predicted")
 
     def take(self, index: Int[Array, "B K N"], fixed: int = 0) -> View:
-        """A selection of this view's entries (-1 = none). Only indices are composed.
+        """Returns a view of a selection of this view's entries; no rows are read.
+
+        Args:
+          index: entries of this view, which are slots where it has all of them; -1: none.
+          fixed: as the field.
 
         Raises:
           TypeError: the index has another dtype or other axes.
@@ -576,7 +668,14 @@ class View:
         return dataclasses.replace(self, index=index, fixed=fixed, rows=None)
 
     def per_slot(self, x: Array, fill: float) -> Array:
-        """A per-slot array `[B, H, S]` at the entries of this view; `fill` at empty ones."""
+        """Returns a per-slot array `[B, H, S]` at this view's entries, `[B, K, N]`.
+
+        A view of all slots returns the array as it is.
+
+        Args:
+          x: one number for each slot.
+          fill: value at entries that are none.
+        """
         if self.index is None:
             return x
         return jnp.where(self.index >= 0, take_slots(x, jnp.maximum(self.index, 0)), fill)
@@ -603,9 +702,31 @@ def _equal(first: KVTransform, second: object) -> bool:
 class KVTransform:
     """A method of compression as a value. All methods default to doing nothing.
 
+    A subclass is a frozen dataclass, whose fields are hashable.
+
     Class attributes:
       stage: where it stands in a chain.
       card: what lists, pages and tests say of it.
+
+    Raises:
+      TypeError: a subclass has a field with the name of a member of its base class.
+
+    Example:
+      >>> from dataclasses import dataclass
+      >>> import jax, jax.numpy as jnp, kvjax
+      >>> @dataclass(frozen=True)
+      ... class EvenPositions(kvjax.KVTransform):
+      ...     def extent(self, extent):
+      ...         return extent.keep((extent.longest_prompt + 1) // 2)
+      ...     def on_prompt(self, cache, state, step):
+      ...         return kvjax.kit.Retain(cache.position % 2 == 0), state
+      >>> cache = kvjax.init_cache(EvenPositions(), batch=1, kv_heads=1, head_dim=4, max_prompt=6,
+      ...                          max_new=0)
+      >>> rows = jnp.ones((1, 1, 6, 4))
+      >>> attend = jax.jit(kvjax.attend, static_argnames="phase")
+      >>> _, cache = attend(cache, rows, rows, rows, jnp.arange(6)[None], phase="prompt")
+      >>> cache.kv.position.tolist()
+      [[[0, 2, 4]]]
     """
 
     stage: ClassVar[Stage] = Stage.EVICT
@@ -629,7 +750,12 @@ class KVTransform:
                 )
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
-        """Returns the transform of one layer: layer budgets and dense layers live here."""
+        """Returns the transform of one layer: layer budgets and dense layers live here.
+
+        Args:
+          layer: number of the layer, from 0.
+          num_layers: number of the model's layers.
+        """
         return self
 
     def in_chain(
@@ -667,21 +793,45 @@ class KVTransform:
     def select(
         self, view: View, state: State, query: Float[Array, "B Q T D"]
     ) -> tuple[View, State]:
-        """Before attention while decoding: chooses a static number of slots to look at."""
+        """Chooses the slots to look at, a static number of them, before a decode step's attention.
+
+        Args:
+          view: the view that parts of a chain before this one have left; the new token is in it.
+          state: the transform's own state.
+          query: queries of the step, rotated where the cache's keys are.
+
+        Returns:
+          `view.take(index)`, and the new state.
+        """
         return view, state
 
     def on_prompt(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
-        """Decides what to do when a prompt is complete."""
+        """Decides what to do when a prompt is complete.
+
+        Args:
+          cache: the slots, with the prompt's tokens and those of earlier turns, as far as parts of
+            a chain before this one have left them.
+          state: the transform's own state.
+          step: the moment's account: the rows concerned, keys, and what `needs` asks for.
+
+        Returns:
+          A decision, which the library carries out, or None for nothing; and the new state.
+        """
         return None, state
 
     def on_flush(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
-        """Decides what to do with the tokens that have come since the last flush."""
+        """Decides what to do with the tokens that have come since the last flush.
+
+        `Step.room` says for how many more tokens there must be free slots. Otherwise as
+        `on_prompt`.
+        """
         return None, state
 
     def on_step(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
         """Decides what to do after the attention of a decode step.
 
-        It runs at every step, so it evicts one slot at most, and makes no pass over keys.
+        It runs at every step, so it evicts one slot at most, and makes no pass over keys. Arguments
+        and results are those of `on_prompt`; the new token is in the cache.
         """
         return None, state
 
@@ -698,7 +848,24 @@ class Wrapped(NamedTuple):
 
 @dataclass(frozen=True)
 class Wrapper(KVTransform):
-    """A transform around another one, `base`; forwards everything that it does not change."""
+    """A transform around another one, `base`; forwards everything that it does not change.
+
+    Example:
+      >>> from dataclasses import dataclass, replace
+      >>> import jax, jax.numpy as jnp, kvjax
+      >>> @dataclass(frozen=True)
+      ... class WithFirst(kvjax.kit.Wrapper):  # the first token stays, in place of another one
+      ...     def on_prompt(self, cache, state, step):
+      ...         keep, state = super().on_prompt(cache, state, step)
+      ...         return replace(keep, always=cache.position == 0), state
+      >>> tx = WithFirst(kvjax.SnapKV(budget=4, window=2, kernel=1))
+      >>> cache = kvjax.init_cache(tx, batch=1, kv_heads=1, head_dim=4, max_prompt=6, max_new=0)
+      >>> rows = jnp.broadcast_to(jnp.arange(6.0)[:, None], (1, 1, 6, 4))  # later keys draw more
+      >>> attend = jax.jit(kvjax.attend, static_argnames="phase")
+      >>> _, cache = attend(cache, rows, rows, rows, jnp.arange(6)[None], phase="prompt")
+      >>> cache.kv.position.tolist()
+      [[[0, 3, 4, 5]]]
+    """
 
     base: KVTransform
 
@@ -708,7 +875,7 @@ class Wrapper(KVTransform):
         return self.base
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
-        """The wrapper around the base of this layer; `Full` where that is."""
+        """Returns the wrapper around the base of this layer, or `Full` if that is the base."""
         base = self.base.for_layer(layer, num_layers)
         return base if isinstance(base, Full) else dataclasses.replace(self, base=base)
 
@@ -722,7 +889,7 @@ class Wrapper(KVTransform):
         return self.inner.needs
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, State]:
-        """The base's columns and state."""
+        """Makes the base's columns and state."""
         cache, base = self.inner.init(cache, layer)
         return cache, Wrapped(base)
 

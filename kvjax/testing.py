@@ -48,7 +48,20 @@ _CONTROL = ("while", "cond", "scan")
 
 
 class ConformanceError(AssertionError):
-    """The error that a method breaks a promise of the protocol."""
+    """The error that a method breaks a promise of the protocol.
+
+    Example:
+      >>> from dataclasses import dataclass
+      >>> import kvjax
+      >>> @dataclass(frozen=True)
+      ... class Boastful(kvjax.KVTransform):  # it promises four slots, and evicts nothing
+      ...     def extent(self, extent):
+      ...         return extent.keep(4)
+      >>> kvjax.testing.check(Boastful())
+      Traceback (most recent call last):
+        ...
+      kvjax.testing.ConformanceError: Boastful() promises 4 slots after a prompt, and keeps 40
+    """
 
 
 def check(transform: KVTransform, *, num_layers: int = 2, rtol: float = 1e-4) -> None:
@@ -425,7 +438,22 @@ def control_flow(jaxpr: Any, skip: Callable[[str], bool] = lambda name: False) -
 
     Args:
       jaxpr: the jaxpr of a function.
-      skip: takes the name of an inner jitted function, and returns whether to skip that function.
+      skip: takes the name of an inner jitted function, and returns whether to skip that function;
+        by default none is skipped.
+
+    Returns:
+      `"while"`, `"cond"` and `"scan"`, as often as they occur, in their order.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, kvjax
+      >>> @jax.jit
+      ... def smoothed(score):  # three times, in a loop
+      ...     return jax.lax.fori_loop(0, 3, lambda n, x: (x + jnp.roll(x, 1)) / 2, score)
+      >>> jaxpr = jax.make_jaxpr(smoothed)(jnp.ones(8)).jaxpr
+      >>> kvjax.testing.control_flow(jaxpr)
+      ['scan']
+      >>> kvjax.testing.control_flow(jaxpr, skip=lambda name: name == "smoothed")
+      []
     """
     names = []
     for equation in jaxpr.eqns:

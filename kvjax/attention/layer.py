@@ -74,7 +74,8 @@ class Clock:
 class LayerCache:
     """Everything that one attention layer carries from call to call.
 
-    It is a pytree. Donate it.
+    `kvjax.init_cache` makes it, and `kvjax.attend` returns a new one. It is a pytree. Donate it to
+    the jitted function that attends, so that no step copies it.
 
     Args:
       kv: the slots.
@@ -96,6 +97,15 @@ class LayerCache:
         None: all of them are.
       clock: the steps since the last flush, in a cache that flushes itself; None: a loop calls
         `flush`, or nothing has to be flushed.
+
+    Example:
+      >>> import kvjax
+      >>> cache = kvjax.init_cache(kvjax.H2O(budget=8), batch=2, kv_heads=2, query_heads=4,
+      ...                          head_dim=16, max_prompt=32, max_new=4)
+      >>> cache.kv.shape, cache.state.tolist()  # room for a new token; the budget of each row
+      ((2, 2, 9), [8, 8])
+      >>> cache.transform
+      H2O(budget=8, group_reduce='mean')
     """
 
     kv: KVCache

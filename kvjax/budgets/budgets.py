@@ -27,6 +27,8 @@ Budget = int | float | Callable[[np.ndarray], np.ndarray]
 def check_budget(budget: Budget, minimum: int, why: str) -> None:
     """Raises unless the budget is a workable number of slots or a share of a prompt.
 
+    A budget that is a function is not checked.
+
     Args:
       budget: budget to check.
       minimum: smallest workable number of slots.
@@ -35,6 +37,14 @@ def check_budget(budget: Budget, minimum: int, why: str) -> None:
     Raises:
       TypeError: the budget is not a number.
       ValueError: it is an int below `minimum` or above `MOST_COUNT`, or a float outside (0, 1].
+
+    Example:
+      >>> import kvjax
+      >>> kvjax.kit.check_budget(0.25, minimum=17, why="window + 1")
+      >>> kvjax.kit.check_budget(8, minimum=17, why="window + 1")
+      Traceback (most recent call last):
+        ...
+      ValueError: budget must be at least 17 (window + 1), got 8
     """
     if callable(budget):
         return

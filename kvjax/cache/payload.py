@@ -155,7 +155,18 @@ class Slots(NamedTuple):
 
 
 class Payload(Protocol):
-    """The keys or the values of a cache, `[B, H, S, D]`, in any form."""
+    """The keys or the values of a cache, `[B, H, S, D]`, in any form.
+
+    Payloads are immutable pytrees: a method that changes one returns another.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> cache = kvjax.init_cache(kvjax.Quantize(bits=8), batch=1, kv_heads=2, head_dim=16,
+      ...                          max_prompt=8, max_new=0)
+      >>> keys = cache.kv.k
+      >>> type(keys).__name__, keys.shape, keys.read(jnp.array([[[3, 5], [0, 1]]])).shape
+      ('Quantized', (1, 2, 8, 16), (1, 2, 2, 16))
+    """
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -321,7 +332,24 @@ class RowPayload(ABC):
 
     A subclass is a frozen dataclass of arrays `[B, H, S, ...]` under the decorator
     `kvjax.kit.pytree_node`. It has `encoded` and `decoded`. Rows that a prompt leaves unchanged
-    stay as they are stored, however much the form loses when it encodes a row again.
+    stay as they are stored, however much the form loses when it encodes a row again. The `init` of
+    a transform of the stage `REPRESENT` puts `empty` payloads of the class into the cache.
+
+    Example:
+      >>> from dataclasses import dataclass
+      >>> import jax, jax.numpy as jnp, kvjax
+      >>> @kvjax.kit.pytree_node
+      ... @dataclass(frozen=True)
+      ... class Halves(kvjax.kit.RowPayload):
+      ...     rows: jax.Array
+      ...     @classmethod
+      ...     def encoded(cls, rows):
+      ...         return cls(rows.astype(jnp.float16))
+      ...     def decoded(self):
+      ...         return self.rows.astype(jnp.float32)
+      >>> keys = Halves.empty(kvjax.kit.Dense(jnp.zeros((1, 1, 4, 2))))
+      >>> keys.write(jnp.array([[[2]]]), jnp.full((1, 1, 1, 2), 0.5)).read()[0, 0, :, 0].tolist()
+      [0.0, 0.0, 0.5, 0.0]
     """
 
     room = property(lambda self: None)

@@ -38,11 +38,19 @@ class _Noted(dict[str, Array]):
 class Record:
     """Arrays that a `Probe` notes of a document, until the prompt has been compressed.
 
-    Head groups, meshes and padding treat them by their axes, and know nothing else of them.
+    A probe makes and returns records, and its method reads `Step.record`. Head groups, meshes and
+    padding treat the arrays by their axes, and know nothing else of them.
 
     Args:
-      slots: arrays by slot, `[B, H, S, ...]`; slots that are added get zeros.
-      rows: arrays by row, `[B, ...]`.
+      slots: arrays by slot, `[B, H, S, ...]`, by name; slots that are added get zeros.
+      rows: arrays by row, `[B, ...]`, by name.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from kvjax.kit import Record
+      >>> record = Record(slots={"looks": jnp.zeros((1, 2, 8))}, rows={"pieces": jnp.array([3])})
+      >>> record.slots["looks"].shape, record.rows["pieces"].tolist()
+      ((1, 2, 8), [3])
     """
 
     slots: dict[str, Array] = field(default_factory=dict)

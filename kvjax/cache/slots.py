@@ -90,6 +90,16 @@ class KVCache:
         (static; None: no method selects).
       withheld: names of columns that a method must not read, since it does not ask for them
         (static).
+
+    Example:
+      >>> import jax, jax.numpy as jnp, kvjax
+      >>> cache = kvjax.init_cache(kvjax.Full(), batch=1, kv_heads=1, head_dim=4, max_prompt=4,
+      ...                          max_new=0).kv
+      >>> rows = jnp.ones((1, 1, 3, 4))
+      >>> cache, _ = jax.jit(kvjax.kit.append)(cache, rows, rows, jnp.array([[0, 1, 2]]))
+      >>> cache = jax.jit(kvjax.kit.evict)(cache, cache.position != 1)
+      >>> cache.live.tolist(), cache.position.tolist(), cache.k.read().shape
+      ([[[True, False, True, False]]], [[[0, -1, 2, -1]]], (1, 1, 4, 4))
     """
 
     k: Payload

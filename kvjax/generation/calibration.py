@@ -304,6 +304,20 @@ def load_calibration(path: str | os.PathLike[str], model: LanguageModel | Functi
       ValueError: there is no such file, it holds no calibration, or it is of another model; says
         what differs. Or an earlier version wrote it, with other parameters of its method: nobody
         can tell whether their defaults were those of today.
+
+    Example:
+      >>> import tempfile, kvjax, numpy as np
+      >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+      >>> model = random_decoder(DecoderConfig(
+      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
+      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=512))
+      >>> table = np.array([[[0.8, 1.0], [0.0, 1.0]], [[0.2, 1.0], [0.4, 1.0]]])
+      >>> tx = kvjax.ByHead(kvjax.KVzip(0.5), kvjax.kit.HeadProfile(table))
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     kvjax.save_calibration(f"{folder}/heads.safetensors", tx, model)
+      ...     profile = kvjax.load_calibration(f"{folder}/heads.safetensors", model)
+      >>> kvjax.ByHead(kvjax.KVzip(0.1), profile).profile.shape  # layers and KV heads
+      (2, 2)
     """
     return _read(Path(path), model)[0]
 

@@ -165,6 +165,19 @@ def load_context(
       ValueError: there is no context, it is damaged, or it is of another model, tokenizer, method
         or version; says what differs. A context whose file lacks parameters of its method, as
         earlier versions wrote them, is refused: their defaults may have been others.
+
+    Example:
+      >>> import tempfile, kvjax
+      >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+      >>> model = random_decoder(DecoderConfig(
+      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=1, query_heads=4,
+      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=512))
+      >>> context = kvjax.read(model, [[1, 2, 3]], transform=kvjax.SnapKV(64))
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     kvjax.save_context(folder, context, model=model)
+      ...     document = kvjax.load_context(folder, model)  # for generate(context=document)
+      >>> document.rows, document.length.tolist(), document.resting
+      (1, [3], True)
     """
     folder, functional = Path(path).absolute(), as_functional(model)
     step = _newest(folder)

@@ -54,7 +54,7 @@ _SHARED_STREAM_STEPS = 16  # exact number of steps where several processes must 
 
 @dataclass(frozen=True)
 class Generation:
-    """New tokens and what they cost.
+    """New tokens and what they cost: the result of `kvjax.generate`.
 
     Args:
       tokens: new tokens per row, without the end token.
@@ -75,6 +75,21 @@ class Generation:
       context: everything that was read and written, end tokens included, for a later call to go on
         from, with its room (see `Context.at_rest`); None unless `generate` was given one.
       ended_by: the end token that each row came to; None for a row that came to none.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> def forward(params, tokens, positions, caches):  # a model that repeats its last token
+      ...     x = params[tokens]
+      ...     out, cache = caches[0].attend(x[:, :, None], x[:, :, None], x[:, :, None])
+      ...     return (x + out[:, :, 0]) @ params.T, (cache,)
+      >>> model = kvjax.guests.functional_model(forward, jnp.eye(8), num_layers=1, query_heads=1,
+      ...                                       kv_heads=1, head_dim=8, vocab_size=8)
+      >>> result = kvjax.generate(model, [[3, 1, 4, 1] * 16], transform="snapkv(budget=32)",
+      ...                         max_new_tokens=3, end_tokens=())
+      >>> result.tokens, result.ended, result.prompt_tokens
+      ([[1, 1, 1]], [False], [64])
+      >>> result.cache_bytes < result.full_cache_bytes
+      True
     """
 
     tokens: list[list[int]]

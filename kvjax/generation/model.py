@@ -44,6 +44,26 @@ class LanguageModel(Protocol):
         the model treats alike. Caches get that number as their `max_length`, by which the model
         decides, and caches with equal numbers share compiled code. Without it, `max_length` is
         `max_prompt + max_new`, padded.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> from flax import nnx
+      >>> class OneLayer(nnx.Module):
+      ...     num_layers, query_heads, kv_heads, head_dim, vocab_size = 1, 2, 2, 4, 32
+      ...     def __init__(self, rngs):
+      ...         self.embed = nnx.Embed(32, 8, rngs=rngs)
+      ...     def __call__(self, tokens, positions, caches, *, layers, phase, last=True,
+      ...                  logits_at=None):
+      ...         x = self.embed(tokens)
+      ...         heads = x.reshape(*x.shape[:2], 2, 4)
+      ...         out, cache = kvjax.attend(caches[0], heads, heads, heads, positions, phase=phase,
+      ...                                   last=last, layout="BTHD")
+      ...         x = x + out.reshape(x.shape)
+      ...         if logits_at is not None:
+      ...             x = jnp.take_along_axis(x, logits_at[:, :, None], axis=1)
+      ...         return self.embed.attend(x), (cache,)
+      >>> kvjax.read(OneLayer(nnx.Rngs(0)), [[3, 1, 4]]).logits.shape
+      (1, 32)
     """
 
     num_layers: int
@@ -81,6 +101,25 @@ class LayeredModel(LanguageModel, Protocol):
     Attributes:
       layers: the blocks in order, NNX modules that share no variables:
         `block(x, positions, cache, *, layer, phase, last) -> (x, cache)`.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> from flax import nnx
+      >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+      >>> model = random_decoder(DecoderConfig(  # one that shows its parts
+      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
+      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=512))
+      >>> def logits(model, tokens, positions, caches):  # of a prompt's last token
+      ...     x = model.embed_tokens(tokens, positions)
+      ...     for block, cache in zip(model.layers, caches):
+      ...         tx = cache.transform
+      ...         x, _ = block(x, positions, cache, layer=tx, phase="prompt", last=True)
+      ...     return model.head(x[:, -1:])
+      >>> caches = kvjax.init_caches("h2o(budget=2)", num_layers=2, batch=1, kv_heads=2,
+      ...                            query_heads=4, head_dim=8, max_prompt=3, max_new=0)
+      >>> nnx.eval_shape(
+      ...     logits, model, jnp.array([[5, 6, 7]]), jnp.array([[0, 1, 2]]), caches).shape
+      (1, 1, 64)
     """
 
     layers: Sequence[nnx.Module]
@@ -124,6 +163,25 @@ class ModelParts:
         last=)`, which returns x and the cache. Layers share compiled code if their functions are
         equal and their parameters have the same structure.
       head: `head(params, x) -> logits`, for states `[B, N, C]`.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> from kvjax.models import FunctionalModel, ModelParts
+      >>> def block(projection, x, positions, cache, *, layer, phase, last):
+      ...     heads = (x @ projection)[:, None]  # one head
+      ...     out, cache = kvjax.attend(
+      ...         cache, heads, heads, heads, positions, phase=phase, last=last)
+      ...     return x + out[:, 0], cache
+      >>> parts = ModelParts(
+      ...     embed=lambda params, tokens, positions: params["embed"][tokens],
+      ...     split=lambda params: params["layers"], blocks=(block, block),
+      ...     head=lambda params, x: x @ params["embed"].T)
+      >>> params = {"embed": jnp.eye(8), "layers": [jnp.eye(8), 2 * jnp.eye(8)]}
+      >>> apply = print  # which decode steps would call
+      >>> model = FunctionalModel(apply, params, num_layers=2, query_heads=1, kv_heads=1,
+      ...                         head_dim=8, vocab_size=8, parts=parts)
+      >>> kvjax.read(model, [[3, 1, 4]]).logits.shape
+      (1, 8)
     """
 
     embed: Callable[..., Array]
@@ -147,6 +205,23 @@ class FunctionalModel:
       windows: as in `LanguageModel`; empty: no layer has a window.
       attention_scale, attention_soft_cap: as in `LanguageModel`.
       length_class: as in `LanguageModel`; None: nothing depends on a text's length.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> from kvjax.models import FunctionalModel
+      >>> def apply(params, tokens, positions, caches, *, layers, phase, last=True, logits_at=None):
+      ...     x = params[tokens]
+      ...     heads = x[:, None]  # one head, and no projections
+      ...     out, cache = kvjax.attend(
+      ...         caches[0], heads, heads, heads, positions, phase=phase, last=last)
+      ...     x = x + out[:, 0]
+      ...     if logits_at is not None:
+      ...         x = jnp.take_along_axis(x, logits_at[:, :, None], axis=1)
+      ...     return x @ params.T, (cache,)
+      >>> model = FunctionalModel(
+      ...     apply, jnp.eye(8), num_layers=1, query_heads=1, kv_heads=1, head_dim=8, vocab_size=8)
+      >>> kvjax.read(model, [[3, 1, 4]]).logits.argmax(-1).tolist()
+      [4]
     """
 
     apply: Callable[..., tuple[Array, tuple[Cache, ...]]]

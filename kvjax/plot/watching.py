@@ -31,7 +31,10 @@ from kvjax.protocol import KVTransform, check_transform
 
 
 class Seen(NamedTuple):
-    """Positions that a decode step of one row attended to, and its recall.
+    """Positions that a decode step of one row attended to, and its recall; `watch` makes it.
+
+    T is the number of positions so far, and K that of the lists in which a layer's slots are
+    selected: one per KV head, or one per query head.
 
     Args:
       token: token that was fed.
@@ -40,6 +43,14 @@ class Seen(NamedTuple):
       recall: for each layer, the recall of each KV head, `[H]`. A head that attended to n tokens
         has as its recall the share of the n most attended tokens that were among them. None in
         layers that select nothing.
+
+    Example:
+      >>> import numpy as np
+      >>> from kvjax.plot import Seen
+      >>> seen = Seen(token=7, marks=(None, np.array([[True, False, True], [False, True, True]])),
+      ...             recall=(None, np.array([0.5, 1.0])))
+      >>> [np.flatnonzero(head).tolist() for head in seen.marks[1]], seen.mean_recall
+      ([[0, 2], [1, 2]], 0.75)
     """
 
     token: int

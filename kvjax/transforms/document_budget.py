@@ -44,7 +44,19 @@ class Received(Probe):
     """Notes the largest attention probability that each slot receives from what looks.
 
     The record has `"received"`, over all queries and the query heads of the slot's KV head, `[B, H,
-    S]` float32. A subclass has `pieces`.
+    S]` float32. A subclass has `pieces`, which makes the tokens that look.
+
+    Example:
+      >>> import kvjax, numpy as np
+      >>> class Again(kvjax.kit.Received):  # the document itself, in one piece
+      ...     def pieces(self, documents, width, asking):
+      ...         pieces = np.full((len(documents), 1, width), -1)
+      ...         for row, document in zip(pieces, documents):
+      ...             row[0, : len(document)] = document
+      ...         return pieces
+      >>> Again().pieces([[1, 2, 3], [4, 5]], width=4, asking=None).tolist()
+      [[[1, 2, 3, -1]], [[4, 5, -1, -1]]]
+      >>> needs = kvjax.kit.Needs(probe=Again())  # of a method that reads step.record
     """
 
     def empty(self, cache: KVCache) -> Record:
@@ -64,6 +76,19 @@ class Documents(NamedTuple):
     Args:
       table: budgets of the layer, as in `PromptBudget`.
       tokens: tokens of all documents of a row so far, evicted ones included.
+
+    Example:
+      >>> from typing import NamedTuple
+      >>> import jax, kvjax
+      >>> @kvjax.kit.pytree_node
+      ... class WithWeights(NamedTuple):  # the state of a method whose layers have weights
+      ...     table: tuple
+      ...     tokens: jax.Array
+      ...     weights: jax.Array
+      >>> state = kvjax.init_cache(kvjax.KVzip(budget=16), batch=2, kv_heads=1, head_dim=4,
+      ...                          max_prompt=64, max_new=0).state
+      >>> WithWeights(*state, weights=jax.numpy.ones(4)).tokens.tolist()
+      [0, 0]
     """
 
     table: Table
@@ -103,6 +128,22 @@ class DocumentBudget(PromptBudget):
     Raises:
       TypeError, ValueError: `budget` is not a number, below `sinks + window + 1` or a share outside
         (0, 1]; a count is negative.
+
+    Example:
+      >>> from dataclasses import dataclass
+      >>> import jax, jax.numpy as jnp, kvjax
+      >>> @dataclass(frozen=True)
+      ... class LargeValues(kvjax.kit.DocumentBudget):
+      ...     def scores(self, cache, state, step, document):
+      ...         return jnp.linalg.norm(cache.v.read().astype(jnp.float32), axis=-1)
+      >>> cache = kvjax.init_cache(LargeValues(budget=3, sinks=1), batch=1, kv_heads=1, head_dim=4,
+      ...                          max_prompt=6, max_new=0)
+      >>> rows = jnp.broadcast_to(jnp.arange(6.0)[:, None], (1, 1, 6, 4))
+      >>> attend = jax.jit(kvjax.attend, static_argnames="phase")
+      >>> _, cache = attend(kvjax.begin_document(cache), rows, rows, rows, jnp.arange(6)[None],
+      ...                   phase="prompt")
+      >>> cache.kv.position[cache.kv.live].tolist()
+      [0, 4, 5]
     """
 
     budget: Budget
@@ -126,10 +167,11 @@ class DocumentBudget(PromptBudget):
     def scores(
         self, cache: KVCache, state: Any, step: Step, document: Bool[Array, "B H S"]
     ) -> Float[Array, "B H S"]:
-        """Scores the tokens of a document, of which the highest stay; above 0.
+        """Returns a score above 0 for each token of a document; the tokens with the highest stay.
 
         Args:
-          document: the slots of its tokens.
+          cache, state, step: as in `on_prompt`.
+          document: the slots of its tokens; scores of other slots are not looked at.
         """
         raise NotImplementedError
 

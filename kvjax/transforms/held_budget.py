@@ -80,9 +80,22 @@ class WithBudget(KVTransform):
 class PromptBudget(WithBudget):
     """Base class of methods that compress the prompt and leave generated tokens alone.
 
-    A subclass has a field `budget` and an attribute `minimum`, the smallest workable budget. The
-    state is the layer's table of budgets over prompt lengths; it is empty where layers do not
-    differ.
+    A subclass has a field `budget` and an attribute `minimum`, the smallest workable budget, and
+    decides in `on_prompt`. The state is the layer's table of budgets over prompt lengths; it is
+    empty where layers do not differ.
+
+    Example:
+      >>> from dataclasses import dataclass
+      >>> import jax.numpy as jnp, kvjax
+      >>> @dataclass(frozen=True)
+      ... class SmallKeys(kvjax.kit.PromptBudget):
+      ...     budget: kvjax.kit.Budget
+      ...     minimum = 1
+      ...     def on_prompt(self, cache, state, step):
+      ...         norm = jnp.linalg.norm(step.keys, axis=-1)
+      ...         return kvjax.kit.Keep(self.rows_budget(cache, state), -norm), state
+      >>> SmallKeys(budget=0.25).extent(kvjax.kit.Extent(prompt=4096, new=100)).total
+      1124
     """
 
     def extent(self, extent: Extent) -> Extent:
@@ -105,7 +118,20 @@ class HeldBudget(WithBudget):
     """Base class of methods that hold their budget from the prompt's end on.
 
     A subclass has a field `budget` and an attribute `minimum`, the smallest workable budget. The
-    state is each row's budget. `on_step` decides what is kept after a step and after a prompt.
+    state is each row's budget, `[B]`. `on_step` decides what is kept after a step and after a
+    prompt.
+
+    Example:
+      >>> from dataclasses import dataclass
+      >>> import kvjax
+      >>> @dataclass(frozen=True)
+      ... class Newest(kvjax.kit.HeldBudget):
+      ...     budget: kvjax.kit.Budget
+      ...     minimum = 1
+      ...     def on_step(self, cache, state, step):
+      ...         return kvjax.kit.Keep(state, None, newest_first=True), state
+      >>> Newest(budget=0.25).extent(kvjax.kit.Extent(prompt=4096, new=100)).total
+      1025
     """
 
     def extent(self, extent: Extent) -> Extent:

@@ -125,10 +125,31 @@ def window_attention(
       weight: weight of each query, the oldest first; None: 1.
 
     Returns:
-      The sums of each slot, for each of the G query heads of a KV head.
+      The sums of each slot in float32, for each of the G query heads of a KV head; free slots have
+      0.
 
     Raises:
       ValueError: `Step` holds fewer queries, since the method's `needs` ask for fewer.
+
+    Example:
+      >>> from dataclasses import dataclass
+      >>> import jax, jax.numpy as jnp, kvjax
+      >>> from kvjax.kit import Keep, Needs, by_query_head, window_attention
+      >>> @dataclass(frozen=True)
+      ... class LastQuery(kvjax.kit.PromptBudget):
+      ...     budget: int
+      ...     minimum = 1
+      ...     needs = property(lambda self: Needs(query_window=1))
+      ...     def on_prompt(self, cache, state, step):
+      ...         score = by_query_head(window_attention(cache, step, window=1))
+      ...         return Keep(self.rows_budget(cache, state), score), state
+      >>> cache = kvjax.init_cache(LastQuery(budget=2), batch=1, kv_heads=1, head_dim=4,
+      ...                          max_prompt=6, max_new=0)
+      >>> rows = jnp.broadcast_to(jnp.arange(6.0)[:, None], (1, 1, 6, 4))  # later keys draw more
+      >>> attend = jax.jit(kvjax.attend, static_argnames="phase")
+      >>> _, cache = attend(cache, rows, rows, rows, jnp.arange(6)[None], phase="prompt")
+      >>> cache.kv.position.tolist()
+      [[[4, 5]]]
     """
     if step.query.shape[2] < window:
         raise ValueError(

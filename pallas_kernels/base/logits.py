@@ -15,9 +15,16 @@ class Queries(NamedTuple):
     """Queries of attention, grouped under their KV head or their list of slots.
 
     Args:
-      q: the queries.
+      q: G query heads of T tokens, for each of H KV heads or lists of slots.
       position: token position of each; -1 marks padding, which sees nothing.
       shift: added to a query's products with all keys; None: nothing is added.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import Queries
+      >>> q = jnp.ones((1, 8, 1, 64))  # 8 query heads of a decode step, of which 4 share a KV head
+      >>> Queries(q.reshape(1, 2, 4, 1, 64), position=jnp.array([[99]])).q.shape
+      (1, 2, 4, 1, 64)
     """
 
     q: Float[Array, "B H G T D"]
@@ -85,8 +92,17 @@ class Mask(NamedTuple):
 
     Args:
       scale: factor of the product.
-      window: a query sees the newest `window` positions; None: all of them.
+      window: a query sees the newest `window` positions, its own included; None: all of them.
       soft_cap: bound c of logits before the bias, `c · tanh(logit / c)`; None: no bound.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import Mask, Queries, Seen, decode_attention
+      >>> queries = Queries(jnp.zeros((1, 1, 1, 1, 2)), jnp.array([[2]]))
+      >>> rows, seen = jnp.ones((1, 1, 3, 2)), Seen(jnp.zeros((1, 1, 3)), jnp.array([[[0, 1, 2]]]))
+      >>> _, _, p = decode_attention(queries, rows, rows, seen, Mask(scale=2**-0.5, window=2))
+      >>> p.tolist()
+      [[[[[0.0, 0.5, 0.5]]]]]
     """
 
     scale: float

@@ -49,6 +49,15 @@ class Turn:
       interleaved: whether pairs are neighbours (0,1), (2,3), ... instead of halves (0,R),
         (1,R+1), ... (static).
       factor: multiplies rotated channels (static).
+
+    Example:
+      >>> import math
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import Turn
+      >>> turn = Turn(jnp.array([[math.pi / 2]]), position=jnp.array([[[0, 1]]]))
+      >>> keys = jnp.array([[[[1.0, 2.0, 5.0], [1.0, 2.0, 5.0]]]])  # the third channel has no pair
+      >>> turn.rotate(keys).round(3).tolist()
+      [[[[1.0, 2.0, 5.0], [-2.0, 1.0, 5.0]]]]
     """
 
     inv_freq: Float[Array, "#B R"]

@@ -20,7 +20,23 @@ Axis = Literal["token", "channel"]
 
 
 class Encoded(NamedTuple):
-    """8-bit numbers with a scale per slot, or packed 4-bit numbers with scale and low per group."""
+    """Keys or values of all slots in 8 bits or fewer, as `quantized_attention` takes them.
+
+    Args:
+      values: 8-bit numbers with a scale per slot, or numbers of 4 bits and fewer, two in a byte,
+        with a scale and a low per group.
+      scale: `[B, H, S]`, or of groups `[B, H, S, D / group]` or `[B, H, S / group, D]`.
+      low: least value of each group, of the shape of `scale`; None: each slot has a scale alone.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import Encoded, quantise_groups, quantise_slots
+      >>> keys = jnp.ones((1, 2, 64, 16))
+      >>> in_8_bits = Encoded(*quantise_slots(keys))
+      >>> in_4_bits = Encoded(*quantise_groups(keys, group=16))
+      >>> in_8_bits.values.nbytes, in_4_bits.values.nbytes, keys.nbytes
+      (2048, 1024, 8192)
+    """
 
     values: Int8[Array, "B H S D"] | UInt8[Array, "B H S D"] | UInt8[Array, "B H S D/2"]
     scale: Array
@@ -62,7 +78,17 @@ def quantise_slots(
 
 
 def dequantise_slots(q: Array, scale: Float[Array, "... S"]) -> Float[Array, "... S D"]:
-    """Returns `q · scale` in float32."""
+    """Returns `q · scale` in float32.
+
+    Args:
+      q, scale: from `quantise_slots`; numbers of the dtype uint8 are the bits of float8.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import dequantise_slots, quantise_slots
+      >>> dequantise_slots(*quantise_slots(jnp.array([[-254.0, 3.0, 0.5]]))).tolist()
+      [[-254.0, 4.0, 0.0]]
+    """
     return _numbers(q) * scale[..., None]
 
 
@@ -131,7 +157,20 @@ def quantise_groups(
 def dequantise_groups(
     packed: UInt8[Array, "... S D/2"], scale: Array, low: Array, axis: Axis = "token"
 ) -> Float[Array, "... S D"]:
-    """Returns `low + q · scale` in float32."""
+    """Returns `low + q · scale` in float32.
+
+    Args:
+      packed, scale, low: from `quantise_groups`.
+      axis: the axis of the groups that it was given.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import dequantise_groups, quantise_groups
+      >>> channels = jnp.array([[0.0, 100.0], [15.0, 130.0]])  # 2 slots, each channel a group
+      >>> encoded = quantise_groups(channels, group=2, axis="channel")
+      >>> dequantise_groups(*encoded, axis="channel").tolist()
+      [[0.0, 100.0], [15.0, 130.0]]
+    """
     return _scaled(unpack_int4(packed), scale, low, axis)
 
 

@@ -20,12 +20,21 @@ ROTATED = 1024  # rows of all heads together that are rotated at a time
 
 
 class References(NamedTuple):
-    """Vectors as `entries[index] · magnitude`.
+    """Keys or values of all slots as `entries[index] · magnitude`, for `codebook_attention`.
 
     Args:
-      entries: that all heads of a row share.
+      entries: E vectors, which all heads of a row share.
       index: the entry of each slot.
       magnitude: what a slot's entry is multiplied by; None: 1.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import References, codebook_logits
+      >>> entries = jnp.array([[[[1.0, 0.0], [0.0, 1.0]]]])
+      >>> index = jnp.array([[[1, 0, 1]]], jnp.uint16)
+      >>> keys = References(entries, index, magnitude=jnp.array([[[3.0, 1.0, 2.0]]]))
+      >>> codebook_logits(jnp.array([[[[2.0, 5.0]]]]), *keys).tolist()
+      [[[[15.0, 2.0, 10.0]]]]
     """
 
     entries: Float[Array, "B 1 E D"]

@@ -78,6 +78,13 @@ def pair_distance(
     Raises:
       ValueError: shapes that do not fit each other; an unknown implementation, or one that the
         GPU is too old for.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import pair_distance
+      >>> keys = jnp.array([[[[1.0, 1.0], [4.0, 5.0], [1.0, 1.0 + 1e-7]]]])
+      >>> pair_distance(keys, jnp.array([[[0, 0]]]), jnp.array([[[1, 2]]])).tolist()
+      [[[5.0, 0.0]]]
     """
     rounding = max(float(jnp.finfo(keys.dtype).eps) / 2, 4 * EPSILON)
 
@@ -115,6 +122,14 @@ def join_anchors(
     Raises:
       ValueError: shapes that do not fit each other; an unknown implementation, or one that the
         GPU is too old for.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import join_anchors
+      >>> keys = jnp.array([[[[1.0, 0.0], [2.0, 0.1], [0.0, 1.0], [0.1, 3.0]]]])
+      >>> order, pairs = jnp.array([[[0, 1, 2, 3]]]), jnp.array([[[True, True, True, False]]])
+      >>> join_anchors(keys, order, pairs, threshold=0.9).tolist()  # runs of slots 0, 1 and 2, 3
+      [[[True, False, True, False]]]
     """
     chosen = choose_implementation(implementation, keys)
     _check(keys, order=order, pairs=pairs)

@@ -101,6 +101,11 @@ class Unit(NamedTuple):
       question: `"inside"`: the question is compressed with the text; `"after"`: it is asked after
         the text before it was read and compressed. None in tasks without questions.
       first, stop: the task's cases, `first` to `stop - 1`.
+
+    Example:
+      >>> from kvjax.evaluation import Unit
+      >>> print(Unit("multi_needle", 2048, "after", first=0, stop=8))
+      multi needle · 2,048 tokens · question after · cases 1-8
     """
 
     task: str
@@ -117,7 +122,22 @@ class Unit(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """One unit of work: a method on the prompts of a `Unit`, whose fields come first."""
+    """One unit of work: a method on the prompts of a `Unit`, whose fields come first.
+
+    `Results.records` has a measurement for each cell.
+
+    Args:
+      task, length, question, first, stop: the prompts, as in `Unit`.
+      method: the method as text for `kvjax.parse`.
+      budget: slots or share of the prompt; None if the method takes none or names its own.
+
+    Example:
+      >>> from kvjax.evaluation import Cell, Unit
+      >>> unit = Unit("needle", 512, "inside", first=0, stop=4)
+      >>> cell = Cell(*unit, method="snapkv", budget=0.1)
+      >>> cell.candidate, cell.unit == unit
+      ('snapkv 0.1', True)
+    """
 
     task: str
     length: int
@@ -165,6 +185,14 @@ class Grid:
         follows each benchmark. Prompts of `kvjax.evaluation.tasks.OWN_TASKS` and `statement` never
         are.
       max_new: maximum new tokens of an answer; None: the number of each task.
+
+    Example:
+      >>> from kvjax.evaluation import Grid
+      >>> grid = Grid.of(methods=["snapkv"], budgets=[0.1], tasks=["needle"], questions=["inside"])
+      >>> for unit in grid.units("needle", 512, cases=4, rows=2):
+      ...     print(unit)
+      needle · 512 tokens · question inside · cases 1-2
+      needle · 512 tokens · question inside · cases 3-4
     """
 
     candidates: tuple[Candidate, ...]

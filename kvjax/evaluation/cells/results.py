@@ -22,6 +22,8 @@ _FLOOR_MARGIN = 0.05
 class Row(NamedTuple):
     """Figures of a method on one task, over all cases. None: not measured, or not applicable.
 
+    `Results.rows` makes the rows.
+
     Args:
       task, length, question: the prompts, as in `Unit`.
       method, budget: the candidate.
@@ -41,6 +43,13 @@ class Row(NamedTuple):
       recall: mean share of the most attended tokens that were kept, for `attention`.
       layer_recall, layer_error: recall and error of each layer, for `attention`.
       failed: reason why some cases have no result, in one line; None if all have one.
+
+    Example:
+      >>> from kvjax.evaluation import Estimate, Row
+      >>> row = Row("needle", 512, "inside", "snapkv", 0.25, score=Estimate.of([1.0, 0.0]),
+      ...           cache_bytes=256, full_cache_bytes=1024)
+      >>> row.candidate, row.score.mean, row.share
+      (('snapkv', 0.25), 0.5, 0.25)
     """
 
     task: str
@@ -82,13 +91,26 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Results:
-    """Results of `kvjax.evaluation.compare`.
+    """Results of `kvjax.evaluation.compare`; `read_results` reads those of a folder.
 
     Args:
       settings: everything that determines the results, and the dimensions of the grid: `methods`
         (pairs of method and budget), `tasks` (metric and floor by name), `lengths`, `questions`,
         `cases`.
       records: measurements of every finished cell, and `{"failed": reason}` of every failed one.
+
+    Example:
+      >>> from kvjax.evaluation import Cell, Results
+      >>> settings = {"methods": [("full", None), ("h2o", 0.1)], "lengths": [512], "cases": 2,
+      ...             "tasks": {"needle": {"metric": "accuracy", "floor": 0.0}},
+      ...             "questions": ["inside"]}
+      >>> full, h2o = (Cell("needle", 512, "inside", 0, 2, *x) for x in settings["methods"])
+      >>> record = {"scores": [1.0, 1.0], "depths": [0.0, 0.5], "live_slots": 512.0,
+      ...           "cache_bytes": 1024, "full_cache_bytes": 1024}
+      >>> results = Results(
+      ...     settings, {full: record, h2o: record | {"scores": [1.0, 0.0], "cache_bytes": 128}})
+      >>> [(row.method, row.score.mean, row.share) for row in results.rows()]
+      [('full', 1.0, 1.0), ('h2o', 0.5, 0.125)]
     """
 
     settings: Mapping[str, Any]

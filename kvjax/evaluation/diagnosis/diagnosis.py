@@ -42,6 +42,16 @@ class Finding:
       fidelity: recall and error by layer, row and KV head.
       cache_bytes: bytes of the compressed prompts in the memory of the devices.
       full_cache_bytes: bytes of the full cache for as many tokens.
+
+    Example:
+      >>> import numpy as np
+      >>> from kvjax.evaluation import Fidelity, Finding, Grid
+      >>> fidelity = Fidelity(recall=np.full((2, 1, 2), 0.5), error=np.array([[0.25], [0.5]]),
+      ...                     head_error=np.full((2, 1, 2), 0.375))
+      >>> candidate = Grid.of(methods=["h2o"], budgets=[0.1]).candidates[1]
+      >>> finding = Finding(candidate, fidelity, cache_bytes=1024, full_cache_bytes=8192)
+      >>> finding.name, finding.error, finding.recall, finding.share  # means over the layers
+      ('h2o 0.1', 0.375, 0.5, 0.125)
     """
 
     candidate: Candidate
@@ -76,7 +86,7 @@ def _number(value: float) -> float | None:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Effect of methods on the attention over some prompts.
+    """Effect of methods on the attention over some prompts: the result of `diagnose`.
 
     Args:
       findings: a finding for each method and budget, the full cache first.
@@ -85,6 +95,19 @@ class Diagnosis:
         question tokens too.
       new_tokens: number of decode steps that errors are averaged over.
       left_out: methods of the default that these budgets or this model do not suit → the reason.
+
+    Example:
+      >>> import numpy as np
+      >>> from kvjax.evaluation import Diagnosis, Fidelity, Finding, Grid
+      >>> def finding(candidate, error, cache_bytes):
+      ...     fidelity = Fidelity(np.ones((1, 1, 1)), np.array([[error]]), np.array([[[error]]]))
+      ...     return Finding(candidate, fidelity, cache_bytes, full_cache_bytes=1000)
+      >>> candidates = Grid.of(methods=["h2o"], budgets=[0.1, 0.5]).candidates  # full comes first
+      >>> diagnosis = Diagnosis(
+      ...     tuple(map(finding, candidates, (0.0, 0.25, 0.05), (1000, 100, 500))), "after",
+      ...     prompt_tokens=512, question_tokens=16, new_tokens=8)
+      >>> diagnosis.smallest(error=0.1).name, diagnosis.smallest(error=0.01)
+      ('h2o 0.5', None)
     """
 
     findings: tuple[Finding, ...]

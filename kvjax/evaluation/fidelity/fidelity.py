@@ -148,11 +148,22 @@ def attention_error(
 class Fidelity(NamedTuple):
     """Fidelity of a method's attention to the full cache's, layer by layer.
 
+    `measure_fidelities` returns one for each method. L layers, B rows, H KV heads.
+
     Args:
       recall: `recall_rate` of each layer, row and KV head, `[L, B, H]`.
       error: `attention_error` of each layer and row, `[L, B]`.
       head_error: `attention_error` of each KV head, taken over the outputs of its query heads,
         `[L, B, H]`.
+
+    Example:
+      >>> import numpy as np
+      >>> from kvjax.evaluation import Fidelity
+      >>> error = np.array([[0.25], [0.5]])  # 2 layers, 1 row
+      >>> fidelity = Fidelity(recall=np.ones((2, 1, 2)), error=error,
+      ...                     head_error=np.array([[[0.0, 0.25]], [[0.5, 0.25]]]))
+      >>> float(fidelity.error.mean()), int(fidelity.error.mean(1).argmax())  # the worst layer
+      (0.375, 1)
     """
 
     recall: Float[np.ndarray, "L B H"]

@@ -116,12 +116,19 @@ def answer_nll(
 
 
 class AnswerLosses(NamedTuple):
-    """Losses of answers.
+    """Losses of answers: the result of `answer_losses`.
 
     Args:
       nats: negative log-likelihood of each whole answer, in nats, `[B]`.
       greedy: whether each token of the answer is the most likely one, so that a greedy choice would
         write the answer, `[B]`.
+
+    Example:
+      >>> import numpy as np
+      >>> from kvjax.evaluation import AnswerLosses
+      >>> choices = AnswerLosses(nats=np.array([6.0, 2.5, 4.0]), greedy=np.array([False] * 3))
+      >>> int(choices.nats.argmin())  # the likeliest of three answers to one question
+      1
     """
 
     nats: Float[np.ndarray, " B"]

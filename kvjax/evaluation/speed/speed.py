@@ -87,6 +87,18 @@ class Speed:
         wrote, in the round that needed least; None unless the device is a CPU and the system is
         Linux.
       ttft_rounds_s, tpot_rounds_s: times of every round.
+
+    Example:
+      >>> from kvjax.evaluation import Speed
+      >>> row = Speed(
+      ...     method="snapkv", batch=4, prompt_tokens=2048, new_tokens=65, ttft_s=2.0,
+      ...     tpot_s=0.03125, tokens_per_s=128.0, end_to_end_s=4.0, end_to_end_tokens_per_s=65.0,
+      ...     compile_s=9.0, ttft_over_full=1.0, tpot_over_full=0.5, end_to_end_over_full=0.75,
+      ...     step_bytes=10**8, step_floor_s=0.015625, ttft_floor_s=1.0, cache_bytes=10**7,
+      ...     full_cache_bytes=10**8, resident_bytes=10**8, host_bytes=0, peak_bytes=None,
+      ...     ttft_rounds_s=(2.0, 2.5), tpot_rounds_s=(0.03125, 0.0625))
+      >>> row.step_floor_s / row.tpot_s  # share of the machine's bandwidth that steps reach
+      0.5
     """
 
     method: str
@@ -122,6 +134,13 @@ class SpeedReport(NamedTuple):
       weight_bytes: bytes of the model's weights.
       rows: all methods at the first setting, the full cache first, then those at the next. The
         settings are the products of batches, prompt tokens and new tokens, in the order given.
+
+    Example:
+      >>> from kvjax.evaluation import SpeedReport
+      >>> from kvjax.evaluation.speed.machine import Machine
+      >>> report = SpeedReport(Machine(bandwidth=2e10, products=1e12), weight_bytes=10**9, rows=())
+      >>> report.weight_bytes / report.machine.bandwidth  # seconds in which weights are read
+      0.05
     """
 
     machine: Machine

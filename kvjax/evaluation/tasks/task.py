@@ -60,6 +60,14 @@ class Task:
       floor: mean score, 0 to 1, that is reached without the context. If the full cache is not
         better than that by more than chance, the task shows nothing. None for a loss: what it is
         without the context is measured.
+
+    Example:
+      >>> from kvjax.evaluation import Case, Task
+      >>> case = Case(context=[1, 5, 9], question=[7], answers=("a fox",), max_new=8)
+      >>> task = Task("animals", (case,), score=lambda text, case: float(case.answers[0] in text),
+      ...             metric="accuracy")
+      >>> task.score(" It was a fox.", task.cases[0]), task.score(" A dog.", task.cases[0])
+      (1.0, 0.0)
     """
 
     name: str
@@ -74,7 +82,13 @@ class Frame:
     """Tokens around a user's text: those of a chat template, or the special tokens at the start.
 
     Args:
-      before, after: token ids.
+      before, after: token ids; none come after by default.
+
+    Example:
+      >>> from kvjax.evaluation import Case, Frame
+      >>> frame = Frame(before=(1,), after=(2, 3))  # Frame.of makes that of a tokenizer
+      >>> Case([*frame.before, 5, 9], [7, *frame.after], answers=("a fox",), max_new=8).prompt
+      [1, 5, 9, 7, 2, 3]
     """
 
     before: tuple[int, ...]
