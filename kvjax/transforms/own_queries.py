@@ -74,9 +74,9 @@ class OwnQueries(DocumentBudget):
         quoted[s] = max_{g, t} softmax_j([q'_t · k_j for sinks and piece; q_t · k_j for j ≤ t])[s]
 
     over all t in the piece of s. It is 0 for sinks, which draw attention without being quoted.
-    Where a document is read as several prompts (`kvjax.read(piece=)`), L is the number of its
-    tokens in the turned queries, since the repetition would stand behind all of it, and the tokens
-    of the prompt in `used`.
+    Where a document is read as several prompts (`kvjax.read(piece=)`), its repetition stands behind
+    all of it, so that queries are turned by the tokens of the whole document; in `used`, L counts
+    those of the prompt.
 
     Both are multiplied by the size of a token's value relative to its head's, `‖v_s‖ / median_s
     ‖v_s‖`. The score is
