@@ -92,7 +92,7 @@ def main() -> None:
             loop = package.their_loop(theirs, method, texts, NEW)
             goes = loop == (
                 expected if package.FED_AGAIN is None  # as `kvjax.generate` goes
-                else support.by_hand(port, method, texts, NEW, package.FED_AGAIN)
+                else support.by_hand(port, method, texts, NEW, package.FED_AGAIN)[0]
             )  # fmt: skip
         rows.add(
             **of_package, method=method, loop=goes, generate=ours == expected,

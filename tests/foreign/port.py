@@ -82,16 +82,20 @@ def repeating() -> Iterator[None]:
 
 def by_hand(
     port: Decoder, method: Any, prompts: Sequence[list[int]], count: int, fed_again: str | None
-) -> list[list[int]]:
+) -> tuple[list[list[int]], list[list[float]]]:
     """Writes with kvjax's port as a loop of others goes, with `kvjax.flush` between the steps.
 
     Args:
       fed_again: "last": each row's last token of the prompt is fed once more; "shortest": all rows
         go on from the end of the shortest prompt; None: the first new token comes of the prompt.
+
+    Returns:
+      The tokens of each row, and how far their logits are above those of the second-best tokens.
     """
     lengths = np.array([len(prompt) for prompt in prompts])
     width = lengths.max()
     text = np.zeros((len(prompts), width + count), np.int32)
+    margins = np.zeros(text.shape, np.float32)
     for row, prompt in enumerate(prompts):
         text[row, : len(prompt)] = prompt
     steps = count + (width - lengths.min() if fed_again == "shortest" else 0)
@@ -110,29 +114,36 @@ def by_hand(
         logits, caches = nnx.merge(graph, state)(
             tokens, positions, caches, layers=layers, phase=phase, logits_at=at
         )
-        return logits[:, 0].argmax(-1), caches
+        best, tokens = jax.lax.top_k(logits[:, 0], 2)
+        return tokens[:, 0], best[:, 0] - best[:, 1], caches
 
     mask = np.arange(width) < lengths[:, None]
     with repeating():
-        new, caches = call(
+        new, margin, caches = call(
             state, text[:, :width], kvjax.positions_of(mask), caches, "prompt", lengths[:, None] - 1
         )
         at = {None: lengths, "last": lengths - 1, "shortest": lengths * 0 + lengths.min() - 1}
         at, rows = at[fed_again], np.arange(len(prompts))
         if fed_again is None:
-            text[rows, at] = new
+            text[rows, at], margins[rows, at] = new, margin
         interval = kvjax.flush_interval(caches)
         for step in range(steps - (fed_again is None)):
             done = step - (fed_again is not None)  # steps that had new tokens
             if interval and done > 0 and done % interval == 0:
                 caches = kvjax.flush(caches)
             zeros = np.zeros((len(prompts), 1), np.int32)
-            new, caches = call(state, text[rows, at][:, None], at[:, None], caches, "decode", zeros)
+            new, margin, caches = call(
+                state, text[rows, at][:, None], at[:, None], caches, "decode", zeros
+            )
             at = at + 1
             writes = (at >= lengths) & (at < text.shape[1])
             text[rows[writes], at[writes]] = np.asarray(new)[writes]
+            margins[rows[writes], at[writes]] = np.asarray(margin)[writes]
     kvjax.check_dropped(caches)
-    return [text[row, length : length + count].tolist() for row, length in enumerate(lengths)]
+    return tuple(
+        [x[row, length : length + count].tolist() for row, length in enumerate(lengths)]
+        for x in (text, margins)
+    )
 
 
 def read_and_asked(

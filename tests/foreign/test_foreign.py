@@ -70,18 +70,33 @@ def test_their_loop_and_kvjax_generate(package, theirs, method):
     compare(package, theirs, tiny(), method, prompts())
 
 
+# Two models round differently, so that 8 bits of an entry may differ by one. Of two tokens whose
+# logits are closer than this either may come.
+CLOSEST = {"quantize": 0.05}
+
+
 def compare(package, theirs, port, method: str, texts: list[list[int]]) -> None:
     """Their loop goes as the port does by hand, and kvjax's calls on both models are equal."""
     text = package.their_loop(theirs, method, texts, 16)
-    assert text == by_hand(port, method, texts, 16, package.FED_AGAIN)
+    by_port, margins = by_hand(port, method, texts, 16, package.FED_AGAIN)
+    firm = [np.argmax(np.append(row, -1.0) < CLOSEST.get(method, 0.0)) for row in margins]
+    assert_equal_for(firm, text, by_port)
     sides = (
         kvjax.generate(model, texts, transform=method, max_new_tokens=16, end_tokens=())
         for model in (package.functional(theirs), port)
     )
     ours, expected = (side.tokens for side in sides)
-    assert ours == expected
+    assert_equal_for(firm, ours, expected)
     if method == "full" or package.FED_AGAIN is None:
-        assert text == ours
+        assert_equal_for(firm, text, ours)
+
+
+def assert_equal_for(counts, texts: list[list[int]], others: list[list[int]]) -> None:
+    """The first tokens of each row are equal, as many as `counts` says."""
+    cut = [
+        [row[:count] for row, count in zip(rows, counts, strict=True)] for rows in (texts, others)
+    ]
+    assert cut[0] == cut[1]
 
 
 def test_a_document_is_read_and_asked_about(package, theirs):
