@@ -194,6 +194,14 @@ def test_other_folders_are_refused(capsys, no_weights, document, tmp_path):
     assert (out / "letter.txt").read_text() == "a letter"
 
 
+def test_a_folder_in_a_file_is_refused_before_anything_is_read(capsys, no_weights, document):
+    out = document / "deep" / "own"
+    assert f"{out} is in the way, and stays as it is" in error(
+        capsys, "read", document, "--out", out
+    )
+    assert f"{document} is a file" in error(capsys, "read", document, "--out", out)
+
+
 def test_contexts_of_other_programs(capsys, monkeypatch, no_weights):
     monkeypatch.setattr("kvjax.cli.saved.context_about", lambda _: {"model": None})
     said = error(capsys, "ask", "somewhere", "why")
