@@ -212,8 +212,25 @@ def check_turn(
                 f"{so_far[row]} tokens so far and {count[row] + new[row]} more: "
                 f"{_fewer_positions(context.layers)}"
             )
-    limited = longest_turn(context.layers, context.max_prompt, context.max_new)
-    if limited is None or (document and probe_of(context.layers)):
+    check_longest_turn(context.layers, size.max_prompt, size.max_new, count, document)
+
+
+def check_longest_turn(
+    layers: Sequence[KVTransform],
+    max_prompt: int,
+    max_new: int,
+    count: Int[np.ndarray, " B"],
+    document: Document | None,
+) -> None:
+    """Raises ValueError if prompts that are not documents are longer than a method has room for.
+
+    Args:
+      layers, max_prompt, max_new: as in `longest_turn`.
+      count: tokens of each row's prompt.
+      document: as in `generate`; None: they are not.
+    """
+    limited = longest_turn(layers, max_prompt, max_new)
+    if limited is None or (document and probe_of(layers)):
         return
     most, method = limited
     if (count > most).any():
