@@ -233,12 +233,9 @@ def unlearned(transform: KVTransform) -> KVTransform:
 def check_free(folder: Path) -> None:
     """Raises ValueError if a folder holds anything that `save_context` has not written.
 
-    Hidden files do not count. A folder that does not exist is refused where a file is in its path.
+    Hidden files do not count.
     """
     if not folder.exists():
-        there = next((place for place in folder.parents if place.exists()), None)
-        if there is not None and not there.is_dir():
-            raise ValueError(f"{folder} is not the folder of a context: {there} is a file")
         return
     if not folder.is_dir():
         raise ValueError(f"{folder} is not the folder of a context")

@@ -194,12 +194,15 @@ def test_other_folders_are_refused(capsys, no_weights, document, tmp_path):
     assert (out / "letter.txt").read_text() == "a letter"
 
 
-def test_a_folder_in_a_file_is_refused_before_anything_is_read(capsys, no_weights, document):
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_read(
+    capsys, monkeypatch, no_weights, document
+):
     out = document / "deep" / "own"
-    assert f"{out} is in the way, and stays as it is" in error(
-        capsys, "read", document, "--out", out
-    )
-    assert f"{document} is a file" in error(capsys, "read", document, "--out", out)
+    said = f"cannot write to {out}: {document} is not a directory"
+    assert said in error(capsys, "read", document, "--out", out)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    said = f"no permission for {document.parent}"
+    assert said in error(capsys, "read", document, "--out", document.parent / "own")
 
 
 def test_contexts_of_other_programs(capsys, monkeypatch, no_weights):
