@@ -49,7 +49,8 @@ def decode_step(
         model.params, token[:, None], position[:, None], caches,
         layers=layers, phase="decode", last=True, logits_at=None,
     )  # fmt: skip
-    return logits_of_one(logits, model.vocab_size, tokens=1), caches
+    # A list of caches is as good, and a loop's carry has to keep its type.
+    return logits_of_one(logits, model.vocab_size, tokens=1), tuple(caches)
 
 
 def scan_steps(

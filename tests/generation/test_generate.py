@@ -536,9 +536,15 @@ def too_few(*args, **options):
     return logits[..., 1:], caches
 
 
-def test_a_model_may_return_the_logits_of_every_token():
-    """Prompts are padded, so that the last of them are not those of a row's newest token."""
-    own = kvjax.models.FunctionalModel(all_logits, weights(), **SIZES)
+def caches_in_a_list(*args, **options):
+    logits, caches = plain_apply(*args, **options)
+    return logits, list(caches)
+
+
+@pytest.mark.parametrize("apply", [all_logits, caches_in_a_list])
+def test_what_a_model_may_return(apply):
+    """Prompts are padded, so that the last of all logits are not those of a row's newest token."""
+    own = kvjax.models.FunctionalModel(apply, weights(), **SIZES)
     assert generate(RAGGED[:2], model=own).tokens == plain_texts()
 
 
