@@ -114,6 +114,12 @@ def check_flag(name: str, value: bool) -> None:
         raise TypeError(f"{name} must be True or False, got {brief(value)}")
 
 
+def check_callable(name: str, value: object) -> None:
+    """Raises TypeError unless `value` can be called, or is None."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} must be a function or None, got {brief(value)}")
+
+
 def check_layers(name: str, layers: tuple[int, ...]) -> None:
     """Raises unless `layers` is a tuple of layer numbers."""
     if not isinstance(layers, tuple):

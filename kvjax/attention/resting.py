@@ -148,8 +148,10 @@ def _packed(part: LayerCache, sizes: RestSizes) -> Packed:
         counts = _counts(kv.used, per)
         total = (packed + counts.size * (per - 1)) // per  # at least the sum of the counts
         counts = counts.ravel()
-        which = jnp.repeat(jnp.arange(counts.size), counts, total_repeat_length=total)
-        place = jnp.arange(total) - _starts(counts)[which]
+        which = jnp.repeat(
+            jnp.arange(counts.size, dtype=jnp.int32), counts, total_repeat_length=total
+        )
+        place = jnp.arange(total, dtype=jnp.int32) - _starts(counts)[which]
         taken = (place < counts[which]).reshape(total, *(1,) * (x.ndim - 3))
         place = jnp.minimum(place, places - 1)
         rows = x.reshape(counts.size, places, *x.shape[3:])[which, place]
@@ -207,7 +209,7 @@ def positions_at_rest(kv: KVCache) -> Int[Array, " N"]:
     if position.dtype == jnp.uint16:
         free = position == jnp.iinfo(jnp.uint16).max
         position = jnp.where(free, FREE, position.astype(jnp.int32))
-    taken = jnp.arange(position.size) < kv.used.sum()
+    taken = jnp.arange(position.size, dtype=jnp.int32) < kv.used.sum(dtype=jnp.int32)
     return jnp.where(taken, position, FREE)
 
 
@@ -218,7 +220,7 @@ def _counts(used: Int[Array, "B H"], per: int) -> Int[Array, "B H"]:
 
 def _starts(counts: Int[Array, " N"]) -> Int[Array, " N"]:
     """Returns where each of so many places begin that lie one behind another."""
-    return jnp.cumsum(counts) - counts
+    return jnp.cumsum(counts, dtype=jnp.int32) - counts
 
 
 def _single(position: Int[Array, "B H S"]) -> Float[Array, "B H S"]:

@@ -13,6 +13,7 @@ import numpy as np
 
 import kvjax
 from kvjax.cli.templates import Dialogue
+from kvjax.files import check_folder
 from kvjax.generation.context_files import check_free, context_about, context_method, unlearned
 from kvjax.generation.prompt_checks import repositions
 
@@ -233,11 +234,15 @@ class Room(NamedTuple):
 
 
 def check_out(out: Path) -> None:
-    """Raises ValueError if a folder holds something that `save_context` has not written."""
+    """Raises ValueError if a folder holds something that `save_context` has not written.
+
+    Raises it for a folder that cannot be written, too, before a long text has been read.
+    """
     try:
         check_free(out)
     except ValueError as error:
         raise ValueError(f"{out} is in the way, and stays as it is: {error}") from error
+    check_folder(out)
 
 
 def absolute_model(model: str | None) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from kvjax.checks import check_callable
 from kvjax.compiled_code import leave_memory_maps
 
 
@@ -26,6 +27,8 @@ class Compiler:
         on_compile: Callable[[str], None] | None = None,
         on_layer: Callable[[int], None] | None = None,
     ) -> None:
+        check_callable("on_compile", on_compile)
+        check_callable("on_layer", on_layer)
         leave_memory_maps()
         self.seconds = 0.0
         self._on_compile, self._on_layer = on_compile, on_layer

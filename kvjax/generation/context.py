@@ -19,6 +19,7 @@ from kvjax.attention.parts import divided_among, placed
 from kvjax.attention.resting import LayerSizes, rest, rounded, sizes_at_rest, sizes_of, wake
 from kvjax.attention.rows import copied, take_rows
 from kvjax.cache.nbytes import nbytes
+from kvjax.checks import check_count
 from kvjax.compose.bind import bind
 from kvjax.compose.ring import Ring
 from kvjax.devices import automatic, on_one_device, put, put_by_rows
@@ -84,6 +85,12 @@ class Context:
     windows: tuple[int | None, ...] = field(metadata={"static": True})
     awake_sizes: tuple[LayerSizes, ...] | None = field(default=None, metadata={"static": True})
     fingerprint: Fingerprint | None = field(default=None, metadata={"static": True})
+
+    def check_there(self) -> None:
+        """Raises ValueError if a call with `donate=True` has taken the context's memory over."""
+        arrays = (x for x in jax.tree.leaves(self.held) if not isinstance(x, jax.core.Tracer))
+        if any(isinstance(x, jax.Array) and x.is_deleted() for x in arrays):
+            raise ValueError("the context has been given away with donate=True: take the result's")
 
     def __repr__(self) -> str:
         """Shows what the context was made for, and not the numbers that it holds."""
@@ -154,6 +161,7 @@ class Context:
           donate: whether this context's caches are given away, one by one as they are copied.
           compiler: compiles; None: nobody is told.
         """
+        self.check_there()
         if self.resting:
             return self
         sizes = sizes_at_rest(self.held)
@@ -185,6 +193,7 @@ class Context:
         Args:
           compiler: as in `at_rest`.
         """
+        self.check_there()
         if self.awake_sizes is None:
             return self
         return self._copied(wake, self.awake_sizes, False, compiler, awake_sizes=None)
@@ -213,8 +222,10 @@ class Context:
         Only what the caches hold is copied.
 
         Raises:
-          ValueError: there is more than one row.
+          TypeError, ValueError: there is more than one row, `rows` is not an integer from 1 on, or
+            the context has been given away.
         """
+        check_count("rows", rows, 1)
         if self.rows != 1:
             raise ValueError(f"only a context of one row can be repeated, got {self.rows} rows")
         return self.take([0] * rows)
@@ -226,8 +237,9 @@ class Context:
           rows: the row that each new row is copied from.
 
         Raises:
-          TypeError, ValueError: as `kvjax.take_rows`.
+          TypeError, ValueError: as `kvjax.take_rows`; the context has been given away.
         """
+        self.check_there()
         if self.awake_sizes is None:
             held = take_rows(self.held, rows)
         else:  # a layer at a time is awake
@@ -247,6 +259,7 @@ class Context:
 
     def copy(self) -> Context:
         """Copies all arrays, so that a call may donate those of the copy."""
+        self.check_there()
         return jax.tree.map(copied, self)
 
     def placed(self) -> Context:

@@ -29,7 +29,7 @@ from kvjax.generation.context import Context
 from kvjax.generation.fingerprints import Fingerprint, describe_tokenizer, differences
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.new_caches import CacheSize
-from kvjax.generation.prompt_checks import check_same_model
+from kvjax.generation.prompt_checks import check_context, check_same_model
 from kvjax.generation.prompt_pass import cache_shapes
 from kvjax.messages import brief, quiet
 from kvjax.protocol import KVTransform
@@ -96,6 +96,7 @@ def save_context(
       ([3], SnapKV(budget=64, window=16, kernel=7, pooling='max', group_reduce='mean'))
     """
     folder = Path(path).absolute()
+    check_context(context)
     check_same_model(context, as_functional(model))
     check_free(folder)
     # Calibrations of methods have names in the expression, and lie beside it.

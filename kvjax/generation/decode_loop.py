@@ -352,6 +352,8 @@ class Writing:
         options = self._options
         if options.transform is not None:
             raise ValueError("a context has its own transform, got transform= as well")
+        if options.dtype is not None:
+            raise ValueError("a context has its own dtype, got dtype= as well")
         check_turn(self._model, context, prompts, self._max_new_tokens, options.document)
         given, context = context, context.awake(compiler=self._compiler)
         if prompts is not None and context.rows < len(prompts):

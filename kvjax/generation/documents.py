@@ -31,7 +31,9 @@ Document = bool | Tokenizer
 
 def check_document(document: object) -> None:
     """Raises TypeError unless this says whether prompts are documents."""
-    if not (document is None or isinstance(document, bool) or hasattr(document, "encode")):
+    # A string has `encode`, too.
+    encodes = hasattr(document, "encode") and not isinstance(document, str)
+    if not (document is None or isinstance(document, bool) or encodes):
         raise TypeError(f"document must be True, False or a tokenizer, got {brief(document)}")
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from jax.typing import DTypeLike
 
 from kvjax.attention.dropped import check_dropped
-from kvjax.checks import check_count
+from kvjax.checks import check_callable, check_count
 from kvjax.compose.bind import bind
 from kvjax.devices import automatic
 from kvjax.generation.calibration import with_named
@@ -74,7 +74,8 @@ def read(
       on_piece: called with the context behind each piece but the last one. It is awake, and the
         next piece takes its memory: what is to be kept of it is saved, or copied by `at_rest`.
       context: what `on_piece` was called with when these prompts were read before: reading goes on
-        behind the tokens that it has. It stays as it is. It has its own transform and sizes.
+        behind the tokens that it has. It stays as it is. It has its own transform and sizes. It
+        knows which tokens it has read and how many, and not their order.
 
     Raises:
       TypeError, ValueError: as `generate`, for a `max_prompt` below the longest prompt, and for a
@@ -93,6 +94,7 @@ def read(
       (2, [3], [9, 8])
     """
     compiler = Compiler(on_compile, on_layer)
+    check_callable("on_piece", on_piece)
     sizes = AskedSizes(max_new, max_prompt, max_length, dtype, buckets)
     if piece is None:
         for name, value in (("on_piece", on_piece), ("context", context)):
@@ -275,7 +277,8 @@ def generate(
       on_compile: called with the name of each program that is about to be compiled.
       buckets: padded prompt lengths to choose from; by default the multiples of 64 up to 256, then
         four per power of two.
-      dtype: of keys and values; see `init_cache`.
+      dtype: of keys and values; see `init_cache`. Not to be given with a context, which has its
+        own.
       document: whether the prompts are documents, at which some methods look once more (`KVzip`);
         None: a first prompt is one, and a further turn is not. The model's tokenizer: they are, and
         methods may ask about them in words; otherwise they ask without words.
@@ -298,6 +301,7 @@ def generate(
       >>> len(result.tokens[0])
       4
     """
+    check_callable("on_tokens", on_tokens)
     options = Options(
         transform=transform, max_new_tokens=max_new_tokens, end_tokens=end_tokens,
         sampling=sampling, seed=seed, donate=donate, on_layer=on_layer, on_compile=on_compile,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -87,8 +88,33 @@ class LanguageModel(Protocol):
 
         `positions = -1` marks padding. A model should select the tokens of `logits_at` before it
         projects to the vocabulary: all logits of a long prompt are `T × V` numbers, and `generate`
-        needs the logits of one token.
+        needs the logits of one token, which it takes as float32.
         """
+
+
+def logits_of_one(
+    logits: Float[Array, "B N V"], vocab_size: int, tokens: int, at: Int[Array, "B 1"] | None = None
+) -> Float[Array, "B V"]:
+    """Returns the logits of one token of each row, of those that a model has returned, in float32.
+
+    Contexts hold them, and files of contexts, whatever the dtype of a model is.
+
+    Args:
+      tokens: how many tokens of a row the model was given.
+      at: which of them the logits are wanted of, and have been asked for by `logits_at`; None: the
+        last one.
+
+    Raises:
+      ValueError: the logits are of another vocabulary, or of neither all tokens nor one.
+    """
+    if logits.ndim != 3 or logits.shape[1] not in (1, tokens) or logits.shape[2] != vocab_size:
+        raise ValueError(
+            f"a model returns the logits of all its {tokens} tokens, or of the one that logits_at "
+            f"names, for a vocabulary of {vocab_size}: [B, N, V], got shape {logits.shape}"
+        )
+    if at is not None and logits.shape[1] > 1:
+        logits = jnp.take_along_axis(logits, at[:, :, None], axis=1)
+    return logits[:, -1].astype(jnp.float32)
 
 
 class LayeredModel(LanguageModel, Protocol):

@@ -10,10 +10,10 @@ from jaxtyping import Int
 
 from kvjax.generation.compiler import Compiler
 from kvjax.generation.context import Context
-from kvjax.generation.documents import Document, probe_of, words_of
+from kvjax.generation.documents import Document, check_document, probe_of, words_of
 from kvjax.generation.fingerprints import Fingerprint
 from kvjax.generation.model import FunctionalModel
-from kvjax.generation.prompt_checks import check_turn, longest_turn
+from kvjax.generation.prompt_checks import check_of_model, check_row, check_turn, longest_turn
 from kvjax.generation.turns import Start, first_turn, further_turn
 from kvjax.messages import brief
 from kvjax.protocol import Asking
@@ -76,7 +76,11 @@ def check_pieces(
     piece: int,
     document: Document,
 ) -> None:
-    """Raises ValueError for pieces that a method refuses, the last ones too."""
+    """Raises ValueError for pieces that a method refuses, the last ones too.
+
+    Raises TypeError if `document` does not say whether prompts are documents.
+    """
+    check_document(document)
     size, probe = start.size, probe_of(start.layers) if document else None
     if probe is not None:
         asking = Asking(model, words_of(document), max(map(len, prompts)))
@@ -95,11 +99,18 @@ def check_pieces(
 def check_pieces_so_far(
     model: FunctionalModel, context: Context, prompts: Sequence[Sequence[int]], piece: int
 ) -> None:
-    """Raises ValueError for a context in which these prompts have not been begun."""
+    """Raises ValueError for a context in which these prompts have not been begun.
+
+    Raises TypeError or ValueError for a context that the model cannot go on from, and for prompts
+    that are not token ids of the model.
+    """
+    check_of_model(context, model)
     if len(prompts) != context.rows:
         raise ValueError(
             f"prompts must be of the context's {context.rows} rows, got {len(prompts)}"
         )
+    for row, prompt in enumerate(prompts):
+        check_row(model, row, prompt)
     seen, rows = np.asarray(context.seen), zip(prompts, context.length.tolist(), strict=True)
     for row, (prompt, done) in enumerate(rows):
         if done > len(prompt) or context.new_tokens[row]:

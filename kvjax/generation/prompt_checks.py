@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
 
+from kvjax.checks import check_count
 from kvjax.compose.ring import Ring
 from kvjax.compose.walks import walk
 from kvjax.compose.wrappers import by_head_groups
@@ -66,7 +67,7 @@ def check_prompts(
     if not len(prompts):
         raise ValueError("generate needs at least one prompt, got none")
     for row, prompt in enumerate(prompts):
-        _check_row(model, row, prompt)
+        check_row(model, row, prompt)
     check_positions(model, layers, max(len(prompt) for prompt in prompts), max_new, piece)
 
 
@@ -169,20 +170,8 @@ def check_turn(
       document: as in `generate`.
       piece: as in `kvjax.read`.
     """
-    if not isinstance(context, Context):
-        raise TypeError(
-            "context must be a kvjax.Context, as kvjax.read and kvjax.load_context return it, got "
-            f"{brief(context)}"
-        )
-    if any(x.is_deleted() for x in jax.tree.leaves(context.held)):
-        raise ValueError("the context has been given away with donate=True: take the result's")
-    check_same_model(context, model)
-    size, mesh = context.size, mesh_of(model.params)
-    if size.mesh != mesh:
-        raise ValueError(
-            "the context must lie where the model does, its caches were made for "
-            f"{_shown(size.mesh)}, the model is on {_shown(mesh)}"
-        )
+    check_of_model(context, model)
+    size = context.size
     if prompts is None:
         count = np.zeros(context.rows, int)
     else:
@@ -192,7 +181,7 @@ def check_turn(
             )
         for row, prompt in enumerate(prompts):
             if prompt is not None:
-                _check_row(model, row, prompt)
+                check_row(model, row, prompt)
         count = np.array([len(prompt or ()) for prompt in prompts])
         if not count.any():
             raise ValueError("a turn needs a prompt of one row at least, got None for all")
@@ -223,8 +212,25 @@ def check_turn(
                 f"{so_far[row]} tokens so far and {count[row] + new[row]} more: "
                 f"{_fewer_positions(context.layers)}"
             )
-    limited = longest_turn(context.layers, context.max_prompt, context.max_new)
-    if limited is None or (document and probe_of(context.layers)):
+    check_longest_turn(context.layers, size.max_prompt, size.max_new, count, document)
+
+
+def check_longest_turn(
+    layers: Sequence[KVTransform],
+    max_prompt: int,
+    max_new: int,
+    count: Int[np.ndarray, " B"],
+    document: Document | None,
+) -> None:
+    """Raises ValueError if prompts that are not documents are longer than a method has room for.
+
+    Args:
+      layers, max_prompt, max_new: as in `longest_turn`.
+      count: tokens of each row's prompt.
+      document: as in `generate`; None: they are not.
+    """
+    limited = longest_turn(layers, max_prompt, max_new)
+    if limited is None or (document and probe_of(layers)):
         return
     most, method = limited
     if (count > most).any():
@@ -255,6 +261,28 @@ def longest_turn(
     return min(limited, key=operator.itemgetter(0), default=None)
 
 
+def check_of_model(context: Context, model: FunctionalModel) -> None:
+    """Raises TypeError or ValueError unless the model can go on from the context."""
+    check_context(context)
+    context.check_there()
+    check_same_model(context, model)
+    made_for, mesh = context.size.mesh, mesh_of(model.params)
+    if made_for != mesh:
+        raise ValueError(
+            "the context must lie where the model does, its caches were made for "
+            f"{_shown(made_for)}, the model is on {_shown(mesh)}"
+        )
+
+
+def check_context(context: object) -> None:
+    """Raises TypeError unless this is a context."""
+    if not isinstance(context, Context):
+        raise TypeError(
+            "context must be a kvjax.Context, as kvjax.read and kvjax.load_context return it, got "
+            f"{brief(context)}"
+        )
+
+
 def check_same_model(context: Context, model: FunctionalModel) -> None:
     """Raises ValueError unless the model computes the same as the context's model."""
     there, here = context.fingerprint, Fingerprint.of(model)
@@ -266,7 +294,7 @@ def _shown(mesh: Mesh | None) -> str:
     return "one device" if mesh is None else f"a mesh of {dict(mesh.shape)}"
 
 
-def _check_row(model: Sized, row: int, prompt: Sequence[int]) -> None:
+def check_row(model: Sized, row: int, prompt: Sequence[int]) -> None:
     """Raises unless the prompt of a row is a sequence of tokens that the model knows."""
     if isinstance(prompt, str):
         raise TypeError(f"prompts are token ids, got the text {prompt!r:.40} in row {row}")
@@ -293,7 +321,9 @@ def end_token_array(model: object, end_tokens: Sequence[int] | None) -> Int[np.n
     if isinstance(end_tokens, str) or not isinstance(end_tokens, Iterable):
         raise TypeError(f"end_tokens must be a sequence of token ids, got {end_tokens!r:.40}")
     for token in end_tokens:
-        if not isinstance(token, int | np.integer) or not 0 <= token < 2**31:
+        # For Python, True is the integer 1.
+        is_whole = isinstance(token, int | np.integer) and not isinstance(token, bool)
+        if not is_whole or not 0 <= token < 2**31:
             raise ValueError(f"end tokens must be token ids from 0 to 2**31 - 1, got {token!r}")
     places = max(-(-len(end_tokens) // _END_TOKENS), 1) * _END_TOKENS
     return np.array([*end_tokens, *[-1] * (places - len(end_tokens))], np.int32)
@@ -308,6 +338,7 @@ def bucket(length: int, max_positions: int | None, buckets: Sequence[int] | None
         two, which pad a prompt by less than a quarter of its length.
     """
     if buckets is not None:
+        _check_buckets(buckets)
         fitting = [size for size in buckets if size >= length]
         if not fitting:
             raise ValueError(f"the longest bucket must hold {length} tokens, got {tuple(buckets)}")
@@ -315,3 +346,11 @@ def bucket(length: int, max_positions: int | None, buckets: Sequence[int] | None
     step = max(64, 2 ** (length.bit_length() - 3))
     size = -(-length // step) * step
     return size if max_positions is None else max(length, min(size, max_positions))
+
+
+def _check_buckets(buckets: object) -> None:
+    """Raises TypeError or ValueError unless these are lengths to choose from."""
+    if isinstance(buckets, str) or not isinstance(buckets, Iterable):
+        raise TypeError(f"buckets must be a sequence of lengths, got {brief(buckets)}")
+    for length in buckets:
+        check_count("a length of buckets", length, 1)

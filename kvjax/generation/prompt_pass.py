@@ -22,7 +22,7 @@ from kvjax.compiled_code import compiled, give_back_freed
 from kvjax.devices import by_rows, mesh_of
 from kvjax.generation.compiler import Compiler, Programs, Tracer
 from kvjax.generation.groups import Group, Looking, Pieces, join_groups
-from kvjax.generation.model import FunctionalModel
+from kvjax.generation.model import FunctionalModel, logits_of_one
 from kvjax.generation.new_caches import (
     CacheSize,
     LayerStates,
@@ -229,8 +229,8 @@ def _read_by_layer(
         compiler.has_read(layer)
     logits = [
         compiler.run(
-            "the logits", _last_logits, parts.head, mesh, model.params, x, positions,
-            group.positions,
+            "the logits", _last_logits, parts.head, mesh, model.vocab_size, model.params, x,
+            positions, group.positions,
         )
         for group, (x, positions, _) in zip(groups, passing, strict=True)
     ]  # fmt: skip
@@ -396,10 +396,11 @@ def _by_piece(
     return readings, out.swapaxes(0, 1)
 
 
-@compiled(static_argnums=(0, 1))
+@compiled(static_argnums=(0, 1, 2))
 def _last_logits(
     head: Callable,
     mesh: Mesh | None,
+    vocab_size: int,
     params: Any,
     x: Array,
     positions: Array,
@@ -412,7 +413,8 @@ def _last_logits(
       prompt_positions: positions of all tokens of the prompt.
     """
     newest = prompt_positions.max(-1, keepdims=True)
-    return by_rows(head(params, states_at(x, positions, newest))[:, -1], mesh)
+    logits = head(params, states_at(x, positions, newest))
+    return by_rows(logits_of_one(logits, vocab_size, tokens=1), mesh)
 
 
 @compiled(static_argnums=(0, 1, 2), donate_argnums=5)
@@ -443,10 +445,12 @@ def _read_whole(
         caches = take_rows(into, rows)
     if looking is not None and size is None:
         caches = tuple(begin_document(cache, length) for cache in caches)
+    newest = positions.argmax(-1)[:, None]
     logits, caches = model.apply(
         model.params, tokens, positions, caches, layers=layers, phase="prompt",
-        last=last and pieces is None, logits_at=positions.argmax(-1)[:, None],
+        last=last and pieces is None, logits_at=newest,
     )  # fmt: skip
+    logits = logits_of_one(logits, model.vocab_size, tokens.shape[1], newest)
     if pieces is not None:
 
         def look(readings: tuple[Cache, ...], piece: Pieces) -> tuple[tuple[Cache, ...], Array]:
@@ -460,4 +464,4 @@ def _read_whole(
         caches = tuple(map(complete, caches)) if last else caches
     if rows is not None:
         caches = put_rows(into, rows, caches)
-    return by_rows(logits[:, -1], mesh_of_cache(caches[0])), tuple(map(placed, caches))
+    return by_rows(logits, mesh_of_cache(caches[0])), tuple(map(placed, caches))

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.attention.flush import flush, flush_interval
 from kvjax.attention.layer import Cache
-from kvjax.generation.model import FunctionalModel
+from kvjax.generation.model import FunctionalModel, logits_of_one
 from kvjax.protocol import KVTransform
 
 Carry: TypeAlias = Any
@@ -49,7 +49,8 @@ def decode_step(
         model.params, token[:, None], position[:, None], caches,
         layers=layers, phase="decode", last=True, logits_at=None,
     )  # fmt: skip
-    return logits[:, -1], caches
+    # A list of caches is as good, and a loop's carry has to keep its type.
+    return logits_of_one(logits, model.vocab_size, tokens=1), tuple(caches)
 
 
 def scan_steps(

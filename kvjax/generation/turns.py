@@ -20,7 +20,7 @@ from kvjax.generation.documents import Document, looked_at
 from kvjax.generation.groups import grouped
 from kvjax.generation.model import FunctionalModel
 from kvjax.generation.new_caches import CacheSize
-from kvjax.generation.prompt_checks import Rows, bucket
+from kvjax.generation.prompt_checks import Rows, bucket, check_longest_turn
 from kvjax.generation.prompt_pass import Then, read_prompt
 from kvjax.protocol import KVTransform
 
@@ -78,6 +78,7 @@ def first_turn(
     length = np.array([len(prompt) for prompt in prompts], np.int32)
     document = True if document is None else document
     groups = looked_at(groups, prompts, length, document, model, layers, whole)
+    check_longest_turn(layers, size.max_prompt, size.max_new, length, document)
     logits, caches = read_prompt(model, layers, groups, size, None, compiler, last, then)
     return Context(
         held=caches,

@@ -196,9 +196,9 @@ class DocumentBudget(PromptBudget):
         new = document_slots(cache, step)
         tokens = cache.length - step.length_before  # T
         total = state.tokens + tokens  # D
-        slots = self._slots(total, cache, state.table) - before.sum(-1)
+        slots = self._slots(total, cache, state.table) - before.sum(-1, dtype=jnp.int32)
         slots = jnp.maximum(slots, self._least(tokens, total, cache, state.table))
-        slots = jnp.minimum(slots, new.sum(-1))
+        slots = jnp.minimum(slots, new.sum(-1, dtype=jnp.int32))
         most = self._slots(jnp.full_like(tokens, cache.max_prompt), cache, state.table)
         importance = mark.astype(jnp.float32)
         before = keep_best(importance, before, cache.position, jnp.maximum(most - slots, 0))
@@ -215,7 +215,7 @@ class DocumentBudget(PromptBudget):
                 f"{list(cache.shape)}, got the shape {list(score.shape)}"
             )
         keep = Keep(
-            slots + (before | others).sum(-1), jnp.where(new, score, -jnp.inf),
+            slots + (before | others).sum(-1, dtype=jnp.int32), jnp.where(new, score, -jnp.inf),
             always=before | others | (new & stays), newest=jnp.minimum(tokens, self.window),
             columns={DOCUMENT: jnp.where(new, _importance(score, new, stays), mark)},
         )  # fmt: skip
@@ -282,7 +282,7 @@ def relative_size(
     """Returns `‖v_s‖ / median_s ‖v_s‖`, over the tokens of a document in each head."""
     size = jnp.linalg.norm(values.astype(jnp.float32), axis=-1)
     ascending = jnp.sort(jnp.where(document, size, jnp.inf), axis=-1)
-    count = document.sum(-1, keepdims=True)
+    count = document.sum(-1, keepdims=True, dtype=jnp.int32)
     middle = [jnp.take_along_axis(ascending, jnp.maximum(count - n, 0) // 2, -1) for n in (1, 0)]
     median = (middle[0] + middle[1]) / 2
     return jnp.where(document & (median > 0), size / jnp.maximum(median, 1e-30), 0.0)

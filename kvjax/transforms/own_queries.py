@@ -217,7 +217,7 @@ def _followers(
     document: Bool[Array, "B H S"], in_order: Int[Array, "B H S"]
 ) -> Float[Array, "B H S"]:
     """Returns how many of a document's queries see each token, itself included, or 32 if fewer."""
-    length = document.sum(-1, keepdims=True)
+    length = document.sum(-1, keepdims=True, dtype=jnp.int32)
     followers = length - jax.lax.broadcasted_iota(length.dtype, in_order.shape, 2)
     followers = jnp.maximum(followers, LEAST_FOLLOWERS).astype(jnp.float32)
-    return write_slots(jnp.ones(in_order.shape), in_order, followers)
+    return write_slots(jnp.ones(in_order.shape, jnp.float32), in_order, followers)

@@ -13,6 +13,7 @@ from kvjax.cache.nbytes import nbytes
 from kvjax.checks import check_count, check_number
 from kvjax.compose.by_head import ByHead
 from kvjax.compose.chain import chain
+from kvjax.messages import brief
 from kvjax.protocol import Full, KVTransform
 from kvjax.storage.quantize.transform import GROUP, Quantize, wide_group
 from kvjax.transforms.own_queries import OwnQueries
@@ -69,7 +70,10 @@ def smallest(share: float, *, head_dim: int, room: int = 256) -> KVTransform:
     if head_dim % 8 == 0:  # 3 and 2 bits need channels in eights
         ladder = {four_bits: _FOUR_BITS, **_FEW_BITS}
     form = next(form for form, least in ladder.items() if budget(form) >= least)
-    return ByHead(chain(OwnQueries(budget(form), room=room), form))
+    kept = budget(form)
+    if kept == 0:
+        raise ValueError(f"share must leave a ten-thousandth of the tokens, got {brief(share)}")
+    return ByHead(chain(OwnQueries(kept, room=room), form))
 
 
 def bytes_of_slot(transform: KVTransform, head_dim: int) -> float:

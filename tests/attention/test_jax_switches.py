@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from tests.support.attending import Tokens, right, shapes_of_run
 from tests.support.conversations import arrays, conversation
 from tests.support.marks import some_slow
 from tests.support.tolerances import close
@@ -71,6 +72,15 @@ def test_nothing_becomes_64_bits_wide(method):
     with jax.enable_x64(True):
         call = functools.partial(conversation, transform(method, budget), CALLS, PROMPT)
         made = jax.eval_shape(call, *tokens())
+    assert not [x for x in jax.tree.leaves(made) if "64" in str(x.dtype)]
+
+
+@pytest.mark.parametrize("method", ["kvzip(room=4)", "own_queries(room=4)"])
+def test_documents_do_not_become_64_bits_wide(method):
+    """These methods decide behind tokens that look at a document, which no conversation has."""
+    with jax.enable_x64(True):
+        positions = right([0] * ROWS, [PROMPT, PROMPT - 9], PROMPT)
+        made = shapes_of_run(transform(method), Tokens.random(ROWS), positions, max_prompt=PROMPT)
     assert not [x for x in jax.tree.leaves(made) if "64" in str(x.dtype)]
 
 

@@ -194,6 +194,17 @@ def test_other_folders_are_refused(capsys, no_weights, document, tmp_path):
     assert (out / "letter.txt").read_text() == "a letter"
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_read(
+    capsys, monkeypatch, no_weights, document
+):
+    out = document / "deep" / "own"
+    said = f"cannot write to {out}: {document} is not a directory"
+    assert said in error(capsys, "read", document, "--out", out)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    said = f"no permission for {document.parent}"
+    assert said in error(capsys, "read", document, "--out", document.parent / "own")
+
+
 def test_contexts_of_other_programs(capsys, monkeypatch, no_weights):
     monkeypatch.setattr("kvjax.cli.saved.context_about", lambda _: {"model": None})
     said = error(capsys, "ask", "somewhere", "why")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import jax
 import numpy as np
@@ -167,11 +168,49 @@ def test_rows_of_a_context():
         ),
         (None, {"max_new_tokens": 65}, "max_new = 64, and row 0 would need 65"),
         (QUESTIONS, {"transform": kvjax.Full()}, "its own transform"),
+        (QUESTIONS, {"dtype": "bfloat16"}, "its own dtype"),
+        (QUESTIONS, {"buckets": [0, 64]}, "a length of buckets must be at least 1, got 0"),
     ],
 )
 def test_what_does_not_fit(prompts, options, message):
     with pytest.raises(ValueError, match=message):
         generate(prompts, read("full"), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"buckets": 64}, "buckets must be a sequence of lengths, got 64"),
+        ({"buckets": "64"}, "buckets must be a sequence of lengths, got '64'"),
+        ({"buckets": [64.5]}, "a length of buckets must be an int, got 64.5"),
+        ({"on_layer": 1}, "on_layer must be a function or None, got 1"),
+        ({"on_compile": 1}, "on_compile must be a function or None, got 1"),
+        ({"on_tokens": 1}, "on_tokens must be a function or None, got 1"),
+        ({"document": "book"}, "document must be True, False or a tokenizer, got 'book'"),
+    ],
+)
+def test_options_of_a_wrong_type(options, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        kvjax.generate(model(), QUESTIONS, **options)
+
+
+def test_what_is_no_context_any_more():
+    """Every call says so, before JAX finds that the arrays have gone."""
+    context = read("full", RAGGED[:1])
+    awake = generate([[1]], context).context
+    generate([[1]], awake, donate=True)
+    calls = (
+        awake.at_rest, awake.copy, lambda: awake.repeat(2), lambda: awake.take([0]),
+        lambda: kvjax.save_context("never", awake, model=model()),
+        lambda: kvjax.read(model(), RAGGED[:1], piece=16, context=awake),
+    )  # fmt: skip
+    for call in calls:
+        with pytest.raises(ValueError, match="given away with donate=True"):
+            call()
+    with pytest.raises(TypeError, match=r"must be a kvjax\.Context.*got 'folder'"):
+        kvjax.save_context("never", "folder", model=model())
+    with pytest.raises(TypeError, match=r"rows must be an int, got 1\.5"):
+        context.repeat(1.5)
 
 
 def test_another_model():

@@ -521,6 +521,50 @@ def test_other_peoples_models(make):
     assert compiled() == before
 
 
+def all_logits(*args, logits_at=None, **options):
+    """Returns the logits of every token, which `LanguageModel` allows."""
+    return plain_apply(*args, logits_at=None, **options)
+
+
+def in_bfloat16(*args, **options):
+    logits, caches = plain_apply(*args, **options)
+    return logits.astype(jnp.bfloat16), caches
+
+
+def too_few(*args, **options):
+    logits, caches = plain_apply(*args, **options)
+    return logits[..., 1:], caches
+
+
+def caches_in_a_list(*args, **options):
+    logits, caches = plain_apply(*args, **options)
+    return logits, list(caches)
+
+
+@pytest.mark.parametrize("apply", [all_logits, caches_in_a_list])
+def test_what_a_model_may_return(apply):
+    """Prompts are padded, so that the last of all logits are not those of a row's newest token."""
+    own = kvjax.models.FunctionalModel(apply, weights(), **SIZES)
+    assert generate(RAGGED[:2], model=own).tokens == plain_texts()
+
+
+def test_logits_of_sixteen_bits_are_saved_and_loaded(tmp_path):
+    own = kvjax.models.FunctionalModel(in_bfloat16, weights(), **SIZES)
+    context = kvjax.read(own, RAGGED[:1], max_new=8)
+    assert context.logits.dtype == jnp.float32
+    kvjax.save_context(tmp_path / "context", context, model=own)
+    again = kvjax.load_context(tmp_path / "context", own)
+    answers = [kvjax.generate(own, None, context=x, max_new_tokens=4) for x in (context, again)]
+    assert answers[0].tokens == answers[1].tokens
+    assert answers[0].context.logits.dtype == jnp.float32
+
+
+def test_logits_of_another_vocabulary_are_refused():
+    own = kvjax.models.FunctionalModel(too_few, weights(), **SIZES)
+    with pytest.raises(ValueError, match=rf"a vocabulary of {VOCAB}: .*, {VOCAB - 1}\)"):
+        generate(RAGGED[:2], model=own)
+
+
 class Half:
     num_layers, query_heads, kv_heads = 1, 4, "2"
 

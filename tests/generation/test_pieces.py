@@ -11,6 +11,7 @@ from kvjax.attention.layer import layer_caches
 from kvjax.budgets.profile import shares
 from kvjax.compose.foreseen import frees_at_prompts_end
 from kvjax.compose.walks import walk
+from kvjax.models import random_decoder
 from kvjax.transforms.document_budget import _part_of
 from tests.evaluation.fidelity.test_fidelity import (
     KV_HEADS,
@@ -193,6 +194,32 @@ def test_contexts_that_have_not_begun_the_prompts_are_refused(prompts, options, 
     read("h2o", LONG, piece=16, on_piece=lambda context: saved.append(context.at_rest()))
     with pytest.raises(ValueError, match=said):
         kvjax.read(model(), prompts, **{"piece": 16, "context": saved[0]} | options)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "said"),
+    [
+        ([*LONG[:2], None], {}, "each prompt must be a sequence of token ids, got None"),
+        ([*LONG[:2], 3], {}, "each prompt must be a sequence of token ids, got 3"),
+        (LONG, {"context": "folder"}, "context must be a kvjax.Context.*got 'folder'"),
+        (LONG, {"document": 3}, "document must be True, False or a tokenizer, got 3"),
+        (LONG, {"on_piece": 3}, "on_piece must be a function or None, got 3"),
+    ],
+)
+def test_what_has_a_wrong_type_is_refused_before_a_piece_is_read(prompts, options, said):
+    saved, layers = [], []
+    read("kvzip", LONG, piece=16, on_piece=lambda context: saved.append(context.at_rest()))
+    options = {"piece": 16, "context": saved[0], "on_layer": layers.append} | options
+    with pytest.raises(TypeError, match=said):
+        kvjax.read(model(), prompts, **options)
+    assert not layers
+
+
+def test_another_model_is_refused_where_nothing_is_left_to_read():
+    with pytest.raises(ValueError, match="the context must be of this model"):
+        kvjax.read(
+            random_decoder(CONFIG, seed=7), LONG, piece=16, context=read("snapkv", LONG, piece=16)
+        )
 
 
 def test_it_can_be_interrupted():

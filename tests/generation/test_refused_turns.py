@@ -240,6 +240,17 @@ def test_a_turn_that_is_repeated_has_no_limit():
     refused(model(), context, [[3], None, None], "at most 0 tokens")
 
 
+@pytest.mark.parametrize("call", [kvjax.read, kvjax.generate])
+def test_a_first_prompt_that_is_not_a_document_has_the_limit_too(call):
+    """The method would keep its newest tokens alone, and nobody would know."""
+    options, layers = {"transform": kvjax.KVzip(20, room=ROOM), "document": False}, []
+    with pytest.raises(ValueError, match=rf"at most {ROOM} tokens .* got 53 in row 0"):
+        call(model(), RAGGED, on_layer=layers.append, **options)
+    assert not layers
+    context = kvjax.read(model(), [RAGGED[0][:ROOM]], **options)
+    assert (positions(context)[0] >= 0).sum(-1).tolist() == [[ROOM] * CONFIG.kv_heads]
+
+
 def test_methods_without_a_room_take_any_turn():
     context = kvjax.read(model(), RAGGED, transform=kvjax.SnapKV(20, window=4), **SIZES)
     assert kvjax.generate(model(), [[3] * 70, None, None], context=context, max_new_tokens=2)

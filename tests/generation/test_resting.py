@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 
@@ -124,3 +125,14 @@ def test_a_folder_holds_what_rests(tmp_path):
     saved = sum(np.dtype(dtype).itemsize * np.prod(shape, dtype=int) for dtype, shape in kinds)
     assert saved == kvjax.nbytes(context.at_rest()) < kvjax.nbytes(context)
     assert kvjax.load_context(tmp_path / "own", model()).resting
+
+
+def test_contexts_rest_in_64_bits_too():
+    """Nothing relies on an implicit promotion: tests forbid those."""
+    expected = generate(QUESTIONS, read("full").at_rest())
+    with jax.enable_x64(True):
+        context = read("full")
+        answer = generate(QUESTIONS, context.take([0, 1, 2]))
+        leaves = jax.tree.leaves((context, answer.context.at_rest()))
+    assert answer.tokens == expected.tokens
+    assert not [x for x in leaves if "64" in str(x.dtype)]

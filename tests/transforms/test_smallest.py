@@ -67,7 +67,12 @@ def test_room_comes_on_top():
 
 @pytest.mark.parametrize(
     ("share", "error", "words"),
-    [(0, ValueError, "got 0"), (1.2, ValueError, "got 1.2"), ("a", TypeError, "got 'a'")],
+    [
+        (0, ValueError, "got 0"),
+        (1e-5, ValueError, "ten-thousandth.* got 1e-05"),
+        (1.2, ValueError, "got 1.2"),
+        ("a", TypeError, "got 'a'"),
+    ],
 )
 def test_what_is_not_a_share(share, error, words):
     with pytest.raises(error, match=rf"share must .*{words}"):
