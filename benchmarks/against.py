@@ -78,7 +78,7 @@ def work(checkout: str, prompt: int, rounds: int) -> None:
                 transform, prompt, steps_per_call=STEPS, rope=rope
             )
         start = time.perf_counter()
-        jax.block_until_ready(side())
+        jax.block_until_ready(side())  # pyright: ignore[reportOptionalCall]  # the first line names a method
         print(json.dumps(answer if line.strip() else time.perf_counter() - start), flush=True)
 
 

@@ -56,7 +56,7 @@ def consists(part: LayerCache, awake: LayerCache) -> dict[str, float]:
         "waiting": kvjax.nbytes([getattr(payload, "recent", None) for payload in (kv.k, kv.v)]),
         "free": bytes_of_rows(part) - needed,
     }  # fmt: skip
-    return parts | {"state": kvjax.nbytes(part) - sum(parts.values())}
+    return {**parts, "state": kvjax.nbytes(part) - sum(parts.values())}
 
 
 def measured(context: kvjax.Context, model: Any) -> dict[str, Any]:

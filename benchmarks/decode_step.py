@@ -28,9 +28,10 @@ def tokens(count: int, seed: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Random q, k and v of `count` tokens."""
     heads = (KV_HEADS * GROUP, KV_HEADS, KV_HEADS)
     keys = jax.random.split(jax.random.key(seed), 3)
-    return tuple(
+    q, k, v = (
         jax.random.normal(key, (1, n, count, HEAD_DIM)) for key, n in zip(keys, heads, strict=True)
     )
+    return q, k, v
 
 
 def decode_side(

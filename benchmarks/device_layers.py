@@ -13,6 +13,7 @@ from device_models import NEW, shape
 from kernel_shapes import normal
 
 import kvjax
+from kvjax.attention.layer import Cache
 
 STEPS, ROUNDS = 16, 3  # a round is a loop on the device; one more warms up
 LAYERS = 3  # the first two are dense where a method selects
@@ -55,7 +56,7 @@ def prepared(method: str, prompt: int, rows: int, tiny: bool) -> tuple[Any, Any,
             for n, each in enumerate(heads)
         )
 
-    def read() -> kvjax.LayerCache:
+    def read() -> Cache:
         cache = kvjax.init_cache(
             layer, batch=rows, kv_heads=config.kv_heads, query_heads=config.query_heads,
             head_dim=config.head_dim, max_prompt=prompt, max_new=NEW, dtype="bfloat16",

@@ -201,7 +201,7 @@ def bytes_at_rest(
     return total
 
 
-def method_of(transform: kvjax.KVTransform) -> DocumentBudget | None:
+def method_of(transform: kvjax.KVTransform) -> Any:
     """Returns the method of a composition that scores documents; None: there is none."""
     if isinstance(transform, kvjax.ByHead):
         return transform.method

@@ -91,7 +91,10 @@ def main() -> None:
             left = [each for each in (FULL, *METHODS) if not rows.has(method=each, **key)]
             once = measure.read(case.context) if left else None
             for method in left:
-                scores = [task.score(text, case) for text in measure.texts(method, case, once)]
+                scores = [
+                    task.score(text, case)  # pyright: ignore[reportOptionalCall]  # tasks of RULER have scores
+                    for text in measure.texts(method, case, once)
+                ]
                 rows.add(method=method, **key, scores=scores)
     save(args.out, {**about, "shares": SHARES, "rows": means(rows.rows)})
 

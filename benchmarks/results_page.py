@@ -238,7 +238,7 @@ def values(name: str, folders: dict[str, Results]) -> dict[str, Any]:
         text = (FOLDER / f"{name}.json").read_text()
         content = json.loads(text, object_hook=Fields)
         lists = (value for value in content.values() if isinstance(value, list))
-        rows = [row for value in lists for row in value if isinstance(row, dict)]
+        rows = [row for value in lists for row in value if isinstance(row, Fields)]
 
     def row(**wanted: object) -> Fields:
         found = [each for each in rows if wanted.items() <= _plain(each).items()]

@@ -155,7 +155,7 @@ def step_row(model: Any, prompt: list[int], method: str) -> dict[str, Any]:
     jax.clear_caches()
     context = kvjax.read(model, [prompt], transform=kvjax.parse(method, BUDGET), max_new=8 * STEPS)
 
-    def seconds() -> float:
+    def seconds() -> float | None:
         options = {"context": context, "max_new_tokens": STEPS + 1, "end_tokens": ()}
         return kvjax.generate(model, None, **options).tpot_s
 

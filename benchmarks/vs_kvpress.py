@@ -531,9 +531,11 @@ class Kvjax:
         )  # fmt: skip
         jax.block_until_ready(context.held)
         read, start = time.perf_counter() - start, time.perf_counter()
-        return {"read_s": read} | self._answer(context, question, new, start)
+        return {"read_s": read, **self._answer(context, question, new, start)}
 
-    def _answer(self, context: Any, question: list[int], new: int, start: float) -> dict:
+    def _answer(
+        self, context: Any, question: list[int], new: int, start: float
+    ) -> dict[str, object]:
         """The rest of `ask`."""
         size = context.nbytes
         result = self._kvjax.generate(

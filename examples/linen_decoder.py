@@ -11,6 +11,8 @@ divided over `data` and heads over `tensor`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +81,7 @@ def padded_positions() -> jax.Array:
     return kvjax.positions_of(jnp.arange(PROMPT)[None] < jnp.array(LENGTHS)[:, None])
 
 
-def random_parameters(mesh: Mesh | None = None) -> dict:
+def random_parameters(mesh: Mesh | None = None) -> Mapping[str, Any]:
     """Parameters, of which a mesh gets those with heads or MLP channels divided over `tensor`."""
     one = jnp.zeros((len(LENGTHS), 1), jnp.int32)
     model = functools.partial(Decoder().init, phase="prompt")
@@ -96,7 +98,9 @@ def random_parameters(mesh: Mesh | None = None) -> dict:
     return jax.tree_util.tree_map_with_path(place, params)
 
 
-def generate(params: dict, tokens: jax.Array, method: kvjax.KVTransform, mesh=None) -> jax.Array:
+def generate(
+    params: Mapping[str, Any], tokens: jax.Array, method: kvjax.KVTransform, mesh=None
+) -> jax.Array:
     """Greedy text, `[rows, NEW]`: the prompt in one call, and all steps in another one."""
     positions = padded_positions()
     if mesh is not None:

@@ -43,7 +43,8 @@ class Attention(nnx.Module):
     def heads(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values, `[rows, heads, tokens, HEAD_DIM]`."""
         flat = (self.q(x), self.k(x), self.v(x))
-        return tuple(y.reshape(*y.shape[:2], -1, HEAD_DIM).swapaxes(1, 2) for y in flat)
+        q, k, v = (y.reshape(*y.shape[:2], -1, HEAD_DIM).swapaxes(1, 2) for y in flat)
+        return q, k, v
 
     def __call__(self, x, positions, cache, phase):
         """What attention adds, and the cache with the new tokens."""

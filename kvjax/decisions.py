@@ -53,7 +53,7 @@ class Decision:
     columns: dict[str, Array] = field(default_factory=dict)
     rows: Rows | None = None
 
-    rewrites: ClassVar[bool] = False
+    rewrites: ClassVar[Any] = False  # a bool, or a property of one
 
     def concerning(self, rows: Rows) -> Decision:
         """Returns the decision about these rows, or rows and KV heads, alone."""

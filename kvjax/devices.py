@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.core
@@ -119,6 +119,10 @@ def rows_axis(mesh: Mesh | AbstractMesh, rows: int) -> str | None:
     return DATA if data > 1 and rows % data == 0 else None
 
 
+@overload
+def check_mesh(mesh: AbstractMesh) -> AbstractMesh: ...
+@overload
+def check_mesh(mesh: object) -> Mesh | AbstractMesh: ...
 def check_mesh(mesh: object) -> Mesh | AbstractMesh:
     """Checks a mesh and returns it with automatic axes (`AxisType.Auto`).
 

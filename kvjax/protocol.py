@@ -729,7 +729,7 @@ class KVTransform:
       [[[0, 2, 4]]]
     """
 
-    stage: ClassVar[Stage] = Stage.EVICT
+    stage: ClassVar[Any] = Stage.EVICT  # a `Stage`, or a property of one
     card: ClassVar[Card] = Card()
 
     def __init_subclass__(cls, **kwargs):

@@ -315,8 +315,11 @@ def _parentheses(text: str) -> str:
     return f": {abs(missing)} {')' if missing > 0 else '('} missing"
 
 
-def _keywords(name: str, call: ast.Call, text: str) -> dict[str, Any]:
-    """Returns the keyword arguments of a call; raises ValueError unless all are literals."""
+def _keywords(name: str, call: ast.Call, text: str) -> dict[Any, Any]:
+    """Returns the keyword arguments of a call; raises ValueError unless all are literals.
+
+    Their names are text, and None for what is behind `**`.
+    """
     try:
         values = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
     except (ValueError, TypeError, MemoryError, RecursionError):

@@ -329,7 +329,7 @@ def _scored(
     order of the tokens.
     """
     known = {token: i for i, token in enumerate(tokens) if types[i] == NORMAL}
-    merges = []
+    merges: list[tuple[float, int, int, int]] = []
     for token, index in known.items():
         for cut in range(1, len(token)):
             start, end = known.get(token[:cut]), known.get(token[cut:])

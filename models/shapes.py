@@ -169,4 +169,5 @@ def abstract_parameters(
 ) -> tuple[nnx.GraphDef, dict[ParameterPath, nnx.Variable]]:
     """Returns a decoder without weights: its graph, and its parameters as shapes by path."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=None)))
-    return graphdef, dict(nnx.to_flat_state(state))
+    # The parts of a path are names and numbers here: Flax allows any key that can be ordered.
+    return graphdef, dict(nnx.to_flat_state(state))  # pyright: ignore[reportReturnType]

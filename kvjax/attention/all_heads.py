@@ -280,7 +280,7 @@ def _decided_reading_of(
     )
 
 
-def _cache_like(transform: KVTransform, part: LayerCache, kv_heads: int) -> LayerCache:
+def _cache_like(transform: KVTransform, part: LayerCache, kv_heads: int) -> Cache:
     """Makes an empty cache of a transform with so many heads, in all else as this one."""
     kv = part.kv
     return init_cache(

@@ -30,11 +30,7 @@ from pallas_kernels.base.varying import varying
 Caches = TypeVar("Caches")  # a LayerCache, or a pytree of them
 
 
-def flush(
-    caches: Cache | tuple[Cache, ...],
-    steps: int | None = None,
-    implementation: str | None = None,
-):
+def flush(caches: Caches, steps: int | None = None, implementation: str | None = None) -> Caches:
     """Lets methods compress or index the tokens of the last M decode steps.
 
     Methods that work now and then (`Every`, `Chelsea`, `ClusterKV`, `Codebook`, ...) leave new

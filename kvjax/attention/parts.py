@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.core
@@ -28,6 +28,8 @@ from kvjax.devices import Placement, put
 from kvjax.protocol import AttentionOptions, KVTransform
 from kvjax.storage.offload.payload import HOST_MEMORY
 
+AnyCache = TypeVar("AnyCache", bound=Cache)
+
 
 def placement_of(cache: Cache) -> Placement | None:
     """Returns the placement of a layer's cache; None: on one device, or wherever XLA puts it."""
@@ -35,7 +37,7 @@ def placement_of(cache: Cache) -> Placement | None:
     return parts[0].placement if parts and isinstance(parts[0], Part) else None
 
 
-def mesh_of_cache(cache: Cache) -> Mesh | None:
+def mesh_of_cache(cache: Cache) -> Mesh | AbstractMesh | None:
     """The mesh that a layer's cache is divided among, if any."""
     placement = placement_of(cache)
     return None if placement is None else placement.mesh
@@ -185,7 +187,7 @@ def divided_among(cache: Cache, mesh: Mesh | AbstractMesh | None, kv_heads: int)
     return map_parts(lambda part: dataclasses.replace(part, placement=placement), cache)
 
 
-def placed(cache: Cache) -> Cache:
+def placed(cache: AnyCache) -> AnyCache:
     """Brings a layer's cache to its place; on one device it stays as it is.
 
     Outside of `jit` arrays are moved, inside of it XLA is told where they belong.

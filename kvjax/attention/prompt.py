@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kvjax.attention.call import (
     Call,

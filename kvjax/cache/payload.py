@@ -171,31 +171,39 @@ class Payload(Protocol):
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """The sizes B, H, S, D."""
+        ...
 
     @property
     def dtype(self) -> jnp.dtype:
         """Dtype of the dense rows."""
+        ...
 
     @property
     def at_rest(self) -> Payload:
         """The payload in its fewest bytes, for `map_slots`, `free_bytes` and `awake` alone."""
+        ...
 
     @property
     def awake(self) -> Payload:
         """The payload that was brought to rest, bit for bit."""
+        ...
 
     @property
     def room(self) -> Int[Array, " B"] | None:
         """Number of new rows that fit in before the next flush; None: any number."""
+        ...
 
     def read(self, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:
         """Returns dense rows: those of all slots, or those of `index`."""
+        ...
 
     def write(self, slots: Int[Array, "B H T"] | None, rows: Float[Array, "B H T D"]) -> Payload:
         """Replaces a few slots (slot number S writes nothing), or all of them where None."""
+        ...
 
     def flush(self, steps: int, moves: Moves | None = None) -> Payload:
         """Moves rows among slots, then makes room for `steps` new rows if there is less."""
+        ...
 
     def encode(
         self, values: Payload, k: Float[Array, "B H S D"], v: Float[Array, "B H S D"], slots: Slots
@@ -205,6 +213,7 @@ class Payload(Protocol):
         Rows of the batch that are not in `slots.rows` stay exactly as they are stored. So do tokens
         that were stored before the prompt and that it has not changed.
         """
+        ...
 
     def free_bytes(self, live: int) -> int:
         """Returns the bytes of all places that hold no row, in slots and beside them.
@@ -213,14 +222,17 @@ class Payload(Protocol):
           live: number of slots that hold a token, of all (row, KV head) together. Where the
             payload's arrays are shapes, nothing is beside the slots.
         """
+        ...
 
     @property
     def beside(self) -> int:
         """Number of places beside the slots, for each row and KV head or for each row."""
+        ...
 
     @property
     def beside_taken(self) -> int | Int[Array, ""]:
         """Number of these places, from the first one on, after which none is taken."""
+        ...
 
     def resized(self, slots: int, beside: int) -> Payload:
         """Cuts off free slots and places at the end, or adds some; what is stored stays as it is.
@@ -229,6 +241,7 @@ class Payload(Protocol):
           slots: number of slots afterwards.
           beside: number of places beside them afterwards.
         """
+        ...
 
     def map_slots(self, change: OfPlaces, slots: int) -> Payload:
         """Applies `change(x, per, places)` to the arrays in device memory that have slots.
@@ -236,6 +249,7 @@ class Payload(Protocol):
         Such an array has a place in its third axis for every `per` slots, and `slots` slots take
         so many `places`. Arrays beside the slots stay as they are.
         """
+        ...
 
     def attention(
         self,
@@ -256,6 +270,7 @@ class Payload(Protocol):
         Args:
           elsewhere: what the queries see beside the slots, such as learned sinks; None: nothing.
         """
+        ...
 
 
 @pytree_node

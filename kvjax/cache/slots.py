@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ class NotAskedFor(TypeError):
     """The error that a method reads what its `needs` do not ask for; its argument is the name."""
 
 
-def _static(default=dataclasses.MISSING):
+def _static(default: Any = dataclasses.MISSING) -> Any:
     """Makes a dataclass field that is static in a pytree."""
     return field(default=default, metadata={"static": True})
 
@@ -125,7 +125,8 @@ class KVCache:
     @property
     def shape(self) -> tuple[int, int, int]:
         """The sizes B, H, S of the arrays as they are now."""
-        return self.position.shape
+        batch, heads, slots = self.position.shape
+        return batch, heads, slots
 
     @property
     def slots(self) -> int:

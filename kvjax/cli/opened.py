@@ -159,7 +159,7 @@ def calibrated(
     """
     layers, measuring = as_functional(model).num_layers, display.measuring(1, 1)
 
-    def sample(method: Learner) -> list[Sequence[int]] | None:
+    def sample(method: Learner) -> Sequence[Sequence[int]] | None:
         nonlocal measuring
         if method.kept:
             texts = kept_sample(tokenizer, max_positions)
@@ -185,7 +185,7 @@ def calibrated(
     )
 
 
-def kept_sample(tokenizer: Any, max_positions: int | None) -> list[Sequence[int]]:
+def kept_sample(tokenizer: Any, max_positions: int | None) -> list[list[int]]:
     """Returns the texts from which what is kept is made, in the tokens of a model."""
     from kvjax.models import demo
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rich import box
-from rich.console import Console, ConsoleOptions
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.measure import Measurement
 from rich.table import Column, Table
 from rich.text import Text
@@ -88,7 +88,9 @@ def print_table(
         result.columns[0].max_width = name_width
         for row, following in itertools.zip_longest(rows, rows[1:], fillvalue=rows[-1]):
             cells = [row.cells[place] for place in shown]
-            texts = [Text(cell) if isinstance(cell, str) else cell for cell in cells]
+            texts: list[RenderableType] = [
+                Text(cell) if isinstance(cell, str) else cell for cell in cells
+            ]
             if isinstance(cells[0], str):
                 texts[0] = _MethodText(cells[0])
             ends = any(row.cells[place] != following.cells[place] for place in section)

@@ -60,7 +60,7 @@ class Chain(KVTransform):
         return functools.reduce(Needs.union, (part.needs for part in self.parts))
 
     @property
-    def stage(self) -> Stage:
+    def stage(self) -> Stage:  # pyright: ignore[reportIncompatibleVariableOverride]  # the base allows a property
         """Stage of the last part."""
         return self.parts[-1].stage
 

@@ -64,7 +64,7 @@ def reserve_ratio(layers: Sequence[LayerCache], tokens: Int[Array, " B"]) -> Res
       >>> round(reserve.stored, 4), round(reserve.used, 4), round(reserve.equation_15, 4)
       (0.3125, 0.2188, 0.0391)
     """
-    tokens = np.asarray(tokens)
+    lengths = np.asarray(tokens)
     stored = used = full = beside = vectors = overflow = 0.0
     products = []
     for cache in layers:
@@ -73,7 +73,7 @@ def reserve_ratio(layers: Sequence[LayerCache], tokens: Int[Array, " B"]) -> Res
             raise TypeError(f"reserve_ratio takes caches with codebooks, got {cache.transform!r}")
         head_dim, size, lists = kv.k.shape[3], kv.k.dtype.itemsize, kv.shape[1]
         kept = np.asarray(kv.live).sum((1, 2))
-        full += float(2 * tokens.sum() * (lists // kv.unfolded) * head_dim * size)
+        full += float(2 * lengths.sum() * (lists // kv.unfolded) * head_dim * size)
         beside += nbytes(cache)
         for payload in (kv.k, kv.v):
             book = payload.entries[:, :, : payload.book.entries]
@@ -85,7 +85,7 @@ def reserve_ratio(layers: Sequence[LayerCache], tokens: Int[Array, " B"]) -> Res
             overflow += float(np.asarray(payload.overflow).sum())
         vectors += float(2 * _vectors(cache.kv))
         entries = np.asarray(kv.k.count) + np.asarray(kv.v.count)
-        products.append(entries / (2 * tokens * lists) * (head_dim + 2) / head_dim)
+        products.append(entries / (2 * lengths * lists) * (head_dim + 2) / head_dim)
     return Reserve(
         stored / full, used / full, float(np.mean(products)), beside / full, overflow / vectors
     )

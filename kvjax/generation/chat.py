@@ -117,7 +117,7 @@ def chat_end_tokens(tokenizer: Any) -> tuple[int, ...]:
         return ()
     tokens = tokenizer(between, add_special_tokens=False).input_ids
     first = next((token for token in tokens if tokenizer.decode([token]).strip()), None)
-    return (first,) if first in tokenizer.added_tokens_decoder else ()
+    return () if first is None or first not in tokenizer.added_tokens_decoder else (first,)
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
-from kvjax.attention.layer import Cache, LayerCache, layer_caches, map_parts
+from kvjax.attention.layer import Cache, Part, layer_caches, map_parts
 from kvjax.attention.rows import map_rows
 from kvjax.compiled_code import compiled
 from kvjax.compose.walks import walk
@@ -142,7 +142,7 @@ def join_groups(order: Int[Array, " B"], caches: tuple[Cache, ...]) -> Cache:
     """
     parts = zip(*map(layer_caches, caches), strict=True)  # a head group's caches, of all groups
 
-    def join(_: LayerCache) -> LayerCache:
+    def join(_: Part) -> Part:
         return map_rows(lambda *xs: jnp.concatenate(xs)[order], *next(parts))
 
     return map_parts(join, caches[0])

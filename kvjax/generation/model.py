@@ -90,6 +90,7 @@ class LanguageModel(Protocol):
         projects to the vocabulary: all logits of a long prompt are `T × V` numbers, and `generate`
         needs the logits of one token, which it takes as float32.
         """
+        ...
 
 
 def logits_of_one(
@@ -154,9 +155,11 @@ class LayeredModel(LanguageModel, Protocol):
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
     ) -> Float[Array, "B T C"]:
         """Returns the states that enter the first block."""
+        ...
 
     def head(self, x: Float[Array, "B N C"]) -> Float[Array, "B N V"]:
         """Returns the logits of the states that leave the last block."""
+        ...
 
 
 class _CallSignature:

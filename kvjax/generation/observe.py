@@ -205,9 +205,8 @@ def compress_layer(
       into: the states of a new cache, without `all_heads`, or the cache.
       rows: the rows of the cache that were read; None: all of them.
     """
-    cache = into
-    if isinstance(into, LayerStates):
-        cache = new_cache(transform, size, attention, into)
+    is_new = isinstance(into, LayerStates)
+    cache = new_cache(transform, size, attention, into) if is_new else into
     if rows is None:
         return cut(transform, cache, reading)
     return put_rows(cache, rows, cut(transform, take_rows(cache, rows), reading))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, overload
 
 import jax
 import numpy as np
@@ -35,6 +35,10 @@ class Sized(Protocol):
     max_positions: int | None
 
 
+@overload
+def as_rows(prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]: ...
+@overload
+def as_rows(prompts: Rows) -> Rows: ...
 def as_rows(prompts: object) -> Rows:
     """Makes lists of prompts that are lists or arrays; does not check the tokens of rows."""
     if isinstance(prompts, np.ndarray | jax.Array):

@@ -377,7 +377,8 @@ def _pass_on(
 ) -> tuple[Float[Array, "B N C"], Int[Array, "B N"]]:
     """Drops states of tokens that a layer does not keep; `rows`: as in `_read_layer`."""
     kept = kept_tokens(cache if rows is None else take_rows(cache, rows))
-    return tuple(by_rows(x, mesh_of_cache(cache)) for x in pass_on(x, positions, kept))
+    x, positions = (by_rows(y, mesh_of_cache(cache)) for y in pass_on(x, positions, kept))
+    return x, positions
 
 
 def _by_piece(

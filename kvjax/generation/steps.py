@@ -97,4 +97,5 @@ def scan_steps(
     if steps or not results:
         state, ys = jax.lax.scan(scan_step, state, xs)
         results.append(ys)
-    return *state, jax.tree.map(lambda *ys: jnp.concatenate(ys), *results)
+    carry, caches = state
+    return carry, caches, jax.tree.map(lambda *ys: jnp.concatenate(ys), *results)

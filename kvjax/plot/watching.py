@@ -120,7 +120,7 @@ def watch(
         marks = (None if look is None else look[0][number, :, :length] for look in looks)
         recall = (None if look is None else look[1][number] for look in looks)
         watched.append(Seen(token, tuple(marks), tuple(recall)))
-    return watched, result.context
+    return watched, result.context  # pyright: ignore[reportReturnType]  # `generate` was given one
 
 
 def _selects(cache: Cache) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -42,12 +42,18 @@ class EncodedPayload(ABC):
     """
 
     operation: ClassVar[str]
-    recent: Recent | None
     dtype: Any  # dtype of dense rows
     at_rest = awake = property(lambda self: self)
     room = property(lambda self: None if self.recent is None else self.recent.room)
     beside = property(lambda self: 0 if self.recent is None else self.recent.size)
     beside_taken = property(lambda self: 0 if self.recent is None else self.recent.count.max())
+
+    if TYPE_CHECKING:
+
+        @property
+        def recent(self) -> Recent | None:
+            """Newest rows, unencoded; None where rows are encoded at once."""
+            ...
 
     @abstractmethod
     def read(self, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:

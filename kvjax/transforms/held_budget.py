@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -11,7 +11,7 @@ from kvjax.budgets.budgets import Budget, most_slots, rows_budget
 from kvjax.budgets.heads import HeadShares
 from kvjax.budgets.layers import Table, layer_table
 from kvjax.cache.slots import KVCache
-from kvjax.decisions import Keep
+from kvjax.decisions import Decision
 from kvjax.protocol import Extent, KVTransform, Step
 
 Budgets = Int[Array, " B"]  # of each row
@@ -66,8 +66,8 @@ class WithBudget(KVTransform):
     """Base class of methods with a field `budget` and an attribute `minimum`."""
 
     if TYPE_CHECKING:
-        budget: Budget
-        minimum: int
+        budget: Any  # a `Budget`; a subclass may allow None, or fewer kinds
+        minimum: ClassVar[Any]  # an int, or a property of one
     else:
 
         def __getattr__(self, name: str) -> Any:
@@ -142,7 +142,9 @@ class HeldBudget(WithBudget):
         """Makes each row's budget; a share is fixed only when the prompt ends."""
         return cache, decoding_budget(self.budget, cache, self.minimum)
 
-    def on_prompt(self, cache: KVCache, state: Budgets, step: Step) -> tuple[Keep, Budgets]:
+    def on_prompt(
+        self, cache: KVCache, state: Budgets, step: Step
+    ) -> tuple[Decision | None, Budgets]:
         """Fixes each row's budget, and keeps as much of its prompt."""
         budget = step.of_rows(decoding_budget(self.budget, cache, self.minimum), state)
         return self.on_step(cache, budget, step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, cast, get_args
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -159,14 +159,15 @@ def window_attention(
     batch, kv_heads, _ = cache.shape
     q = step.query[:, :, -window:]
     q = q.reshape(batch, kv_heads, cache.group, *q.shape[2:])
-    options = {"mask": step.options.mask, "implementation": step.implementation}
+    options: dict[str, Any] = {"mask": step.options.mask, "implementation": step.implementation}
     query_position = step.query_position[:, -window:]
     if weight is not None:
         query_position = jnp.where(weight > 0, query_position, -1)
     queries, seen = Queries(q, query_position), Seen(cache.log_mass, cache.position)
     # Two passes over the keys: a sum over queries needs the log-sum-exp of each query first.
-    _, lse = prompt_attention(queries, step.keys, None, seen, **options)
+    keys = cast(Array, step.keys)  # which a method that evicts has at a prompt
+    _, lse = prompt_attention(queries, keys, None, seen, **options)
     lse, _ = join_elsewhere(Elsewhere.sinks(step.options.sinks, q), lse, None)
     if weight is not None:  # exp(logit - (lse - log weight)) is weight times the probability
         lse = lse - jnp.log(jnp.where(weight > 0, weight, 1.0))[:, None, None]
-    return column_sums(queries, step.keys, seen, lse, **options)
+    return column_sums(queries, keys, seen, lse, **options)

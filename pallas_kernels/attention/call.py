@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +87,7 @@ def join_attention(
     total = jax.nn.logsumexp(jnp.stack([lse for _, lse in parts]), axis=0)
     weights = [jnp.where(lse > -jnp.inf, jnp.exp(lse - total), 0.0) for _, lse in parts]
     out = sum(w[..., None] * out for w, (out, _) in zip(weights, parts, strict=True))
-    return out, total, weights
+    return out, total, weights  # pyright: ignore[reportReturnType]  # `sum` gives 0 for no parts alone
 
 
 class Elsewhere(NamedTuple):
@@ -112,12 +112,20 @@ class Elsewhere(NamedTuple):
         return cls(jnp.broadcast_to(by_head, queries.shape[:4]))
 
 
+@overload
+def join_elsewhere(
+    elsewhere: Elsewhere | None, lse: Array, out: Array, *probabilities: Array | None
+) -> tuple[Array, Array, *tuple[Array | None, ...]]: ...
+@overload
+def join_elsewhere(
+    elsewhere: Elsewhere | None, lse: Array, out: None, *probabilities: Array | None
+) -> tuple[Array, None, *tuple[Array | None, ...]]: ...
 def join_elsewhere(
     elsewhere: Elsewhere | None,
     lse: Float[Array, "B K G T"],
     out: Float[Array, "B K G T D"] | None,
     *probabilities: Float[Array, "B K G T N"] | None,
-) -> tuple[Array | None, ...]:
+) -> tuple[Array, Array | None, *tuple[Array | None, ...]]:
     """Adds what stands beside the slots to attention over slots.
 
     With logits x, `lse = log Σ exp(x)` and e the log-sum-exp elsewhere, a slot's weight is
@@ -150,11 +158,11 @@ def join_elsewhere(
     def shrunk(x: Array | None) -> Array | None:
         return None if x is None else (share * x.astype(jnp.float32)).astype(x.dtype)
 
-    joined, probabilities = shrunk(out), map(shrunk, probabilities)
+    joined = shrunk(out)
     if elsewhere.out is not None and out is not None:
         rest = jnp.where(elsewhere.lse > -jnp.inf, jax.nn.sigmoid(elsewhere.lse - lse), 0.0)
         joined += (rest[..., None] * elsewhere.out.astype(jnp.float32)).astype(out.dtype)
-    return jnp.logaddexp(lse, elsewhere.lse), joined, *probabilities
+    return jnp.logaddexp(lse, elsewhere.lse), joined, *map(shrunk, probabilities)
 
 
 def _range(seen: Seen, query_position: Int[Array, "B T"], window: int | None):

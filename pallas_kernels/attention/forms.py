@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -238,7 +238,7 @@ class WholeKeys(EightBitReader):
     within 127, too. All three hold 23 bits.
     """
 
-    limbs = 3
+    limbs: ClassVar[int] = 3
 
     def cut(self, q):
         """Cuts queries into whole numbers."""
@@ -400,13 +400,17 @@ class FourBitWords(FourBitReader):
             return jax.lax.bitcast_convert_type(one, jnp.bfloat16)
         column = jnp.arange(part.width, dtype=jnp.int32)[None, :]
         first, last = (x // self.group for x in (part.first, part.last))
-        found = None
-        for group in range(first, last + 1):
-            of_group = route.load(ref.at[row, group], mask=wanted, other=_other(ref.dtype, wanted))
-            of_group = jnp.broadcast_to(of_group[:, None], (row.size, part.width))
+
+        def of_all(group: int) -> Array:
+            loaded = route.load(ref.at[row, group], mask=wanted, other=_other(ref.dtype, wanted))
+            return jnp.broadcast_to(loaded[:, None], (row.size, part.width))
+
+        of_part = of_all(first)
+        for group in range(first + 1, last + 1):
+            of_group = of_all(group)
             begin = -(-(group * self.group - part.first) // part.stride)
-            found = of_group if found is None else jnp.where(column < begin, found, of_group)
-        return found
+            of_part = jnp.where(column < begin, of_part, of_group)
+        return of_part
 
 
 def quantized_rows(encoded: Encoded, dtype: DTypeLike, axis: Axis = "token") -> Rows:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +121,19 @@ class _Plan(NamedTuple):
     interpret: bool
 
 
+Plain = tuple[Int[Array, "B K I"] | None, Int[Array, "B K I"] | None]
+
+
+@overload
+def split_attention(
+    queries: Queries, k: Rows, v: Rows, seen: Seen, mask: Mask, launch: Launch, *,
+    with_logits: bool, dtype: DTypeLike, plain: Plain = ...,
+) -> tuple[Array, Array, Array | None]: ...  # fmt: skip
+@overload
+def split_attention(
+    queries: Queries, k: Rows, v: None, seen: Seen, mask: Mask, launch: Launch, *,
+    with_logits: bool, dtype: DTypeLike, plain: Plain = ...,
+) -> tuple[None, Array, Array | None]: ...  # fmt: skip
 def split_attention(
     queries: Queries,
     k: Rows,
@@ -131,7 +144,7 @@ def split_attention(
     *,
     with_logits: bool,
     dtype: DTypeLike,
-    plain: tuple[Int[Array, "B K I"] | None, Int[Array, "B K I"] | None] = (None, None),
+    plain: Plain = (None, None),
 ) -> tuple[
     Float[Array, "B K G T D"] | None, Float[Array, "B K G T"], Float[Array, "B K G T N"] | None
 ]:

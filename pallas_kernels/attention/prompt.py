@@ -8,6 +8,7 @@ slots.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import overload
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -27,6 +28,16 @@ from pallas_kernels.base.logits import Mask, Queries, Seen
 from pallas_kernels.base.tiles import launch_of
 
 
+@overload
+def prompt_attention(
+    queries: Queries, k: Float[Array, "B H S D"], v: Float[Array, "B H S D"], seen: Seen,
+    mask: Mask, *, implementation: str | None = None,
+) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"]]: ...  # fmt: skip
+@overload
+def prompt_attention(
+    queries: Queries, k: Float[Array, "B H S D"], v: None, seen: Seen,
+    mask: Mask, *, implementation: str | None = None,
+) -> tuple[None, Float[Array, "B H G T"]]: ...  # fmt: skip
 def prompt_attention(
     queries: Queries,
     k: Float[Array, "B H S D"],

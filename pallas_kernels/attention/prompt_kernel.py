@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,14 @@ from pallas_kernels.base.seen_blocks import first_run, hull, meets, sees_all
 from pallas_kernels.base.tiles import SMALLEST, Launch
 
 
+@overload
+def attention_by_kernel(
+    queries: Queries, k: Array, v: Array, seen: Seen, mask: Mask, launch: Launch
+) -> tuple[Array, Array]: ...
+@overload
+def attention_by_kernel(
+    queries: Queries, k: Array, v: None, seen: Seen, mask: Mask, launch: Launch
+) -> tuple[None, Array]: ...
 def attention_by_kernel(
     queries: Queries,
     k: Float[Array, "B H S D"],

@@ -98,7 +98,7 @@ class FourBitTiles:
             scale, low = (_of_group(at[name], number) for name in ("scale", "low"))
             total += times(q_group, numbers, 1) * scale
             total += q_group.astype(jnp.float32).sum(1, keepdims=True) * low
-        return total
+        return total  # pyright: ignore[reportReturnType]  # there is at least one group
 
     def mix(self, at: dict, weights: Float[Array, "R N"], visible: Array) -> Float[Array, "R D"]:
         """Sums the values of a tile by weights."""
@@ -205,8 +205,8 @@ class TPURows(NamedTuple):
 def tpu_rows(k: Rows, v: Rows) -> tuple[TPURows, TPURows] | None:
     """Returns keys and values as the TPU kernel reads them; None if it cannot read them."""
     columns = isinstance(k.reader, FourBitReader) and k.reader.axis == "channel"
-    rows = _tpu_rows(k, columns), _tpu_rows(v, columns)
-    return None if None in rows else rows
+    keys, values = _tpu_rows(k, columns), _tpu_rows(v, columns)
+    return None if keys is None or values is None else (keys, values)
 
 
 def _tpu_rows(rows: Rows, columns: bool) -> TPURows | None:

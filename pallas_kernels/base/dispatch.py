@@ -63,14 +63,14 @@ def choose_implementation(
             f"implementation='pallas' needs a CUDA GPU of compute capability "
             f"{OLDEST_GPU[0]}.{OLDEST_GPU[1]} or newer, got {capability[0]}.{capability[1]}"
         )
-    stores = [x for x in stores if x is not None]
-    too_large = [x.shape for x in stores if _is_unaddressable(x)]
+    arrays = [x for x in stores if x is not None]
+    too_large = [x.shape for x in arrays if _is_unaddressable(x)]
     if implementation == "pallas" and too_large:
         raise ValueError(
             "implementation='pallas' takes no arrays of 2 to 4 GiB whose elements are bytes, got "
             f"shape {too_large[0]}"
         )
-    able &= not too_large and not any(map(_is_divided, stores))
+    able &= not too_large and not any(map(_is_divided, arrays))
     return implementation or ("pallas" if able else "xla")
 
 

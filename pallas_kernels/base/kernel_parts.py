@@ -149,4 +149,5 @@ def zero(dtype: jnp.dtype) -> np.generic:
       >>> int(zero("int32"))
       0
     """
-    return np.zeros((), dtype)[()]
+    # NumPy's types do not know that an array without axes gives its number here.
+    return np.zeros((), dtype)[()]  # pyright: ignore[reportReturnType]

@@ -182,7 +182,8 @@ def cos_sin_of_turns(
 
 
 def _polynomial(coefficients: tuple[float, ...], x: Array) -> Array:
-    *lower, total = coefficients
+    *lower, second, highest = coefficients
+    total = highest * x + np.float32(second)
     for c in reversed(lower):
         total = total * x + np.float32(c)
     return total

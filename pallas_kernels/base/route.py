@@ -75,7 +75,7 @@ def pallas_call(
       [2.0, 2.0, 2.0, 2.0]
     """
     check_route()
-    parameters = CompilerParams(num_warps=num_warps, num_stages=num_stages)
+    parameters = CompilerParams(num_warps=num_warps, num_stages=num_stages)  # pyright: ignore[reportOptionalCall]  # `check_route` has looked for it
     return pl.pallas_call(kernel, compiler_params=parameters, **options)
 
 
@@ -90,7 +90,7 @@ def by_words(asm: str, arrays: Sequence[Array], dtype: DTypeLike) -> Array:
     """
     result = jax.ShapeDtypeStruct(arrays[0].shape, dtype)
     constraints = ",".join(["=r", *["r"] * len(arrays)])
-    [words] = elementwise_inline_asm(
+    [words] = elementwise_inline_asm(  # pyright: ignore[reportOptionalCall]  # kernels are refused without it
         asm, args=list(arrays), constraints=constraints, pack=2, result_shape_dtypes=[result]
     )
     return words
@@ -111,7 +111,7 @@ def exp2(x: Array, interpret: bool) -> Array:
     if interpret:
         return jnp.exp2(x)
     result = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    [power] = elementwise_inline_asm(
+    [power] = elementwise_inline_asm(  # pyright: ignore[reportOptionalCall]  # kernels are refused without it
         "ex2.approx.ftz.f32 $0, $1;", args=[x], constraints="=f,f", pack=1,
         result_shape_dtypes=[result],
     )  # fmt: skip

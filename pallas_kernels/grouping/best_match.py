@@ -144,12 +144,11 @@ def best_match(
     )(a, b, there)
     # The kernel writes the rows of A only.
     taken = of_a.taken(shape[2])
+    value, token = matches
     if taken.all():
-        return tuple(matches)
-    return tuple(
-        jnp.where(taken[None, None], x, fill)
-        for x, fill in zip(matches, (NOTHING, np.int32(0)), strict=True)
-    )
+        return value, token
+    taken = taken[None, None]
+    return jnp.where(taken, value, NOTHING), jnp.where(taken, token, np.int32(0))
 
 
 def _dtypes(a: jnp.dtype, b: jnp.dtype) -> tuple[jnp.dtype, jnp.dtype]:

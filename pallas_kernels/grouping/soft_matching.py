@@ -115,10 +115,11 @@ def _by_xla(
         similarity, partner = _in_blocks(best_of, chunk[:, :, 0::2])
         similarity = jnp.where(there, _spread(similarity, size, -jnp.inf), -jnp.inf)
         partner = jnp.where(similarity > -jnp.inf, _spread(partner, size, 0), token)
-        return tuple(
+        similarity, partner = (
             jax.lax.dynamic_update_slice_in_dim(x, part, i * size, 2)
             for x, part in zip(edges, (similarity, partner), strict=True)
         )
+        return similarity, partner
 
     token = jax.lax.broadcasted_iota(jnp.int32, keys.shape[:3], 2)
     none = varying((jnp.full(token.shape, -jnp.inf, jnp.float32), token), keys, count)
@@ -137,7 +138,8 @@ def _in_blocks(best_of, a: Float[Array, "B H A D"]) -> tuple[Array, Array]:
     a = jnp.pad(a, ((0, 0),) * 2 + ((0, blocks * BLOCK - rows), (0, 0)))
     a = jnp.moveaxis(a.reshape(*a.shape[:2], blocks, BLOCK, a.shape[-1]), 2, 0)
     matches = jax.lax.map(best_of, a)  # [blocks, B, H, BLOCK]
-    return tuple(jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1)[..., :rows] for x in matches)
+    best, token = (jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1)[..., :rows] for x in matches)
+    return best, token
 
 
 def _spread(x: Array, size: int, fill: float) -> Array:

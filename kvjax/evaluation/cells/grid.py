@@ -69,7 +69,7 @@ class Candidate:
         transform, other_budget = parse(method, budget), 0.25 if budget == 0.5 else 0.5
         with contextlib.suppress(ValueError):
             if parse(method, other_budget) == transform:
-                budget = None
+                return cls(method, None, transform)
         return cls(method, budget, transform)
 
     @property

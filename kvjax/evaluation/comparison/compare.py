@@ -255,7 +255,7 @@ class _Measure:
     def _calibrated(self, transform: KVTransform) -> KVTransform:
         material, most = self.material, self.model.max_positions
 
-        def sample(method: Learner) -> list[Sequence[int]]:
+        def sample(method: Learner) -> Sequence[Sequence[int]]:
             return sample_of(material.tokens, most) if method.kept else [material.sample(most)]
 
         return completed(transform, self.model, sample, material.tokenizer)

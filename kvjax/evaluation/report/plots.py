@@ -159,11 +159,12 @@ def _draw_by_bytes(axes: Axes, results: Results, key: tuple) -> None:
         axes.axhline(full[0], color="black", linewidth=1.2)
     shares = [0.5, 1.0]
     for number, method in enumerate(_methods(results)):
-        points = sorted(
-            (row.share, *estimate(row))
+        estimates = (
+            (row.share, estimate(row))
             for row in rows
-            if row.method == method and row.share is not None and estimate(row) is not None
+            if row.method == method and row.share is not None
         )
+        points = sorted((share, *figure) for share, figure in estimates if figure is not None)
         share, value, low, high = np.array(points, float).reshape(-1, 4).T
         shares += share.tolist()
         # For scores of 0 and 1, rounding may put an end of the interval on the wrong side.

@@ -346,4 +346,5 @@ def _seconds(rounds: Sequence[_Run], new_tokens: int) -> tuple[tuple[float, ...]
     first = tuple(run.ttft_s for run, _ in rounds)
     further = tuple(run.tpot_s for run, _ in rounds)
     steps = new_tokens - 1
-    return first, further, tuple(a + steps * b for a, b in zip(first, further, strict=True))
+    whole = tuple(a + steps * b for a, b in zip(first, further, strict=True))
+    return first, further, whole  # pyright: ignore[reportReturnType]  # a run writes two tokens or more

@@ -177,7 +177,8 @@ class CodebookPayload(EncodedPayload):
         payloads = (self, values)
         kept = (payload._unchanged(x, slots) for payload, x in zip(payloads, rows, strict=True))
         new = make_books(payloads, rows, slots.position, live, tuple(kept))
-        return of_rows(slots.rows, new, payloads)
+        encoded_keys, encoded_values = of_rows(slots.rows, new, payloads)
+        return encoded_keys, encoded_values
 
     def free_bytes(self, live: int) -> int:
         """Returns the bytes of free slots, of unused entries, and of places of new vectors.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -189,8 +189,7 @@ class Offload(KVTransform):
 
     def select(self, view: View, state: Resident, query: Array) -> tuple[View, Resident]:
         """Collects the selected rows: recent ones, resident ones, and others from the host."""
-        k: Offloaded = view.cache.k
-        v: Offloaded = view.cache.v
+        k, v = (cast(Offloaded, x) for x in (view.cache.k, view.cache.v))  # which `init` has made
         index, length = view.index, view.cache.lists[1]
         recent_place = k.recent.places(index)
         stored = (index >= 0) & (recent_place < 0)

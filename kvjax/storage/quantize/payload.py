@@ -143,11 +143,11 @@ class Quantized(EncodedPayload):
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """Shape of the dense rows, `(B, H, S, D)`."""
-        *rest, _, channels = self.encoded.values.shape
+        batch, heads, _, channels = self.encoded.values.shape
         if self.form.in_groups:
             channels = self.encoded.scale.shape[3]
             channels *= self.form.group if self.form.axis == "token" else 1
-        return (*rest, self.slots, channels)
+        return batch, heads, self.slots, channels
 
     @property
     def at_rest(self) -> Quantized:

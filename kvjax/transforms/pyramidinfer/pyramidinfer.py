@@ -188,7 +188,8 @@ class PyramidInferPrompt(PromptBudget):
         if self.passed is not None:
             cache = cache.with_column(PASSED, jnp.zeros(cache.shape, bool), merge="keep")
         budgets = (self.budget, layer), (self.passed, layer + 1)
-        return cache, tuple(layer_table(*budget, cache.max_prompt) for budget in budgets)
+        kept, passed = (layer_table(*budget, cache.max_prompt) for budget in budgets)
+        return cache, (kept, passed)
 
     def on_prompt(self, cache: KVCache, state: Tables, step: Step) -> tuple[Keep, Tables]:
         """Keeps the newest w tokens, the sinks, and the tokens that those w queries attend to."""

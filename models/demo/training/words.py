@@ -82,11 +82,11 @@ def given_keys(
 ) -> list[str]:
     """Makes different pairs of the given words, some of which share a word."""
     sizes = _pool_sizes(rng, count)
-    first, second = (
+    firsts, seconds = (
         [words[index] for index in rng.permutation(len(words))[:size]]
         for words, size in zip((first, second), sizes, strict=True)
     )
-    return _pairs(rng, first, second, count)
+    return _pairs(rng, firsts, seconds, count)
 
 
 def _pool_sizes(rng: np.random.Generator, count: int) -> tuple[int, int]:
