@@ -125,8 +125,7 @@ class KVCache:
     @property
     def shape(self) -> tuple[int, int, int]:
         """The sizes B, H, S of the arrays as they are now."""
-        batch, heads, slots = self.position.shape
-        return batch, heads, slots
+        return self.position.shape  # pyright: ignore[reportReturnType]  # longer where stacked
 
     @property
     def slots(self) -> int:
