@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
