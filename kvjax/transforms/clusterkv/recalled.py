@@ -60,10 +60,13 @@ def recalled_slots(
             implementation=ranking.implementation,
         )  # fmt: skip
 
-    if likely < num_clusters and on_one_cpu(ranking.implementation, clusters.centroids):
-        return _all_if_needed(ranked, listed, clusters, likely)
-    order = ranked(num_clusters)
-    return listed(order), order
+    def of_all() -> tuple[Int[Array, "B K N"], Int[Array, "B K C"]]:
+        order = ranked(num_clusters)
+        return listed(order), order
+
+    if likely >= num_clusters or not on_one_cpu(ranking.implementation, clusters.centroids):
+        return of_all()
+    return _of_best_if_enough(ranked(likely), listed, of_all, clusters)
 
 
 def unread(clusters: Clusters, order: Int[Array, "B K M"], length: int) -> Int[Array, "B K C"]:
@@ -83,23 +86,19 @@ def unread(clusters: Clusters, order: Int[Array, "B K M"], length: int) -> Int[A
     return jnp.repeat(clusters.sizes, lists, axis=1) - read
 
 
-def _all_if_needed(
-    ranked: Callable[[int], Int[Array, "B K _"]],
-    listed: Callable[[Int[Array, "B K _"]], Int[Array, "B K N"]],
+def _of_best_if_enough(
+    best: Int[Array, "B K L"],
+    listed: Callable[[Int[Array, "B K L"]], Int[Array, "B K N"]],
+    of_all: Callable[[], tuple[Int[Array, "B K N"], Int[Array, "B K C"]]],
     clusters: Clusters,
-    likely: int,
 ) -> tuple[Int[Array, "B K N"], Int[Array, "B K C"]]:
-    """Ranks and lists all clusters only if the `likely` best have fewer slots than the budget."""
-    num_clusters, best = clusters.sizes.shape[2], ranked(likely)
+    """Lists the best clusters, or all of them if the best have fewer slots than the budget."""
+    num_clusters, likely = clusters.sizes.shape[2], best.shape[2]
     sizes = take_slots(clusters.sizes, best)
     wanted = clusters.budget[:, None] - clusters.sinks
     wanted = jnp.repeat(wanted, best.shape[1] // wanted.shape[1], axis=1)
     # Empty clusters are ranked last: if the last of the best is empty, no other has slots.
     full = (sizes.sum(-1, dtype=jnp.int32) >= wanted) | (sizes[..., -1] == 0)
-
-    def of_all() -> tuple[Int[Array, "B K N"], Int[Array, "B K C"]]:
-        order = ranked(num_clusters)
-        return listed(order), order
 
     def of_best() -> tuple[Int[Array, "B K N"], Int[Array, "B K C"]]:
         # A cluster that stands there again takes no more slots, so the last may be repeated.
