@@ -258,8 +258,8 @@ def begin_document(cache: Cache, length: Int[Array, " B"] | None = None) -> Cach
       A reading, which `attend` takes with the document's first tokens in the place of the cache.
 
     Raises:
-      TypeError: `cache` is not the cache of a layer.
-      ValueError: `attend` has read tokens of the prompt already.
+      TypeError: `cache` is not the cache of a layer, or `length` no array.
+      ValueError: `attend` has read tokens of the prompt already; `length` is not of its rows.
 
     Example:
       >>> import jax.numpy as jnp, kvjax
@@ -273,7 +273,13 @@ def begin_document(cache: Cache, length: Int[Array, " B"] | None = None) -> Cach
     check_layer_cache(cache, "begin_document")
     if any(isinstance(part, Reading) and part.phase for part in layer_caches(cache)):
         raise ValueError("a document begins before its first tokens, which have been read already")
-    return _on_each_part(_begin_document, cache, *(() if length is None else (length,)))
+    if length is None:
+        return _on_each_part(_begin_document, cache)
+    check_array("length", length)
+    rows = layer_caches(cache)[0].kv.shape[0]
+    if length.shape != (rows,):
+        raise ValueError(f"length must have one number for each of {rows} rows, got {length.shape}")
+    return _on_each_part(_begin_document, cache, length)
 
 
 def _begin_document(part: Any, length: Int[Array, " B"] | bool = True) -> Any:

@@ -73,6 +73,12 @@ def test_pieces_are_quoted_from_behind_the_whole_document(budget):
     both.question((6, 3, 0), width=8).decode(4)
 
 
+@pytest.mark.parametrize(("length", "said"), [(67, "array"), (np.int32([67]), "3 rows")])
+def test_lengths_that_are_not_of_the_rows_are_refused(length, said):
+    with pytest.raises((TypeError, ValueError), match=said):
+        kvjax.begin_document(Documents().cache, length)
+
+
 def test_a_question_comes_first():
     """The question's tokens have the positions of sinks, as far as they stay."""
     both = Documents(budget=12, room=10).question((8, 16, 0), width=16)
