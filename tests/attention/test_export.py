@@ -24,7 +24,8 @@ from kvjax.serialization import NODES, TRANSFORMS, VALUES, from_json, to_json
 from tests.attention.exported import programs, results
 from tests.compose.test_conformance import CASES, every_case, standard
 from tests.support.attending import SIZE, new_cache, parts
-from tests.support.cases import BUDGET, kinds, quantised
+from tests.support.cases import BUDGET, quantised
+from tests.support.marks import some_slow
 from tests.support.tolerances import close
 
 ROOT = Path(__file__).parents[2]
@@ -208,8 +209,12 @@ def test_programs_run_in_another_process(names, tmp_path):
 
 
 # Host memory has no symbolic shapes.
+WITHOUT_HOST = [name for name in CASES if "Offload" not in repr(CASES[name])]
+
+
 @pytest.mark.parametrize(
-    "name", kinds([x for x in CASES if "Offload" not in repr(CASES[x])], "h2o")
+    "name",
+    some_slow(WITHOUT_HOST, "h2o", exhaustive={*WITHOUT_HOST} - {"clusterkv", "h2o_codebook"}),
 )
 def test_a_program_for_any_number_of_rows(name):
     """Of three rows, and of one of them."""

@@ -10,7 +10,7 @@ import pytest
 
 import kvjax
 from kvjax.attention.layer import layer_caches
-from tests.compose.test_conformance import CASES, LENGTHS, WIDTH, names, standard, tokens
+from tests.compose.test_conformance import CASES, LENGTHS, WIDTH, standard, tokens
 from tests.support.attending import (
     attend,
     attended,
@@ -21,7 +21,7 @@ from tests.support.attending import (
     same_arrays,
     the_rope,
 )
-from tests.support.cases import COVERING, selects
+from tests.support.cases import COVERING, kinds, names, selects
 from tests.support.tolerances import close
 
 # Rings of that test hold what the next token sees: see test_ring.py for those that hold more.
@@ -61,7 +61,7 @@ def test_methods_that_select_choose_among_what_is_there(name):
     close(out, attended(tx, cache, tokens(), last_tokens(), queries_alone=True))
 
 
-@pytest.mark.parametrize("name", names(CASES, "full", "h2o", "clusterkv", "head_groups"))
+@pytest.mark.parametrize("name", kinds(CASES, "full", "h2o", "clusterkv", "head_groups"))
 def test_a_layer_that_shares_keys_attends_to_the_whole_prompt(name):
     """The method decides at the prompt's end as if there were no such queries."""
     tx, where = CASES[name], right([0, 0, 0], LENGTHS, WIDTH)

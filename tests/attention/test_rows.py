@@ -306,7 +306,7 @@ def of_beams(name: str) -> kvjax.KVTransform:
     return METHODS[name](**arguments)
 
 
-BEAMS = {"full", "h2o", "kvzip", "chelsea", "clusterkv", "spindlekv"}  # others before a release
+BEAMS = {"h2o", "kvzip", "clusterkv"}  # others before a release
 
 
 @pytest.mark.lenient

@@ -25,8 +25,8 @@ from tests.support.attending import (
     right,
     slots_of,
 )
-from tests.support.cases import BUDGET, CASES, COVERING, EXHAUSTIVE, quantised
-from tests.support.marks import some_slow
+from tests.support.cases import BUDGET, CASES, COVERING, KINDS, quantised
+from tests.support.marks import slow, some_slow
 from tests.support.tolerances import roundings, within_roundings
 
 LENGTHS, FURTHER, WIDTH, STEPS = (24, 17, 5), (5, 8, 3), 24, 8
@@ -107,11 +107,11 @@ DTYPES = ("bfloat16", "float16")
 QUICK = ("full", "bfloat16"), ("chelsea", "bfloat16"), ("quantize", "float16")
 
 
-# A name runs in one of the types in turn, and in the other one before a release.
+# One case of each kind runs in one of the types in turn; all others before a release.
 HALF = {
     (name, dtype)
     for number, name in enumerate(METHODS)
-    for dtype in (DTYPES if name in EXHAUSTIVE else DTYPES[number % 2 :][:1])
+    for dtype in (DTYPES if name not in KINDS else DTYPES[number % 2 :][:1])
 }
 
 
@@ -124,9 +124,13 @@ def test_every_method(name, dtype):
     assert max(apart.values()) <= ENCODED.get(name, MOST), apart
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["full", "h2o", "chelsea", "clusterkv", "quest", "quantize"])
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    slow(
+        ("full", "bfloat16"), ("h2o", "float16"), ("chelsea", "bfloat16"),
+        ("clusterkv", "float16"), ("quest", "bfloat16"), ("quantize", "float16"),
+    ),
+)  # fmt: skip
 def test_interpreted_kernels(name, dtype):
     apart = compare(name, dtype, "interpret")
     assert max(apart.values()) <= MOST, apart

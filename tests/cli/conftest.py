@@ -8,8 +8,10 @@ import shutil
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
+import kvjax
 from kvjax import models
 from kvjax.models.finding import find_model
 
@@ -17,6 +19,22 @@ from kvjax.models.finding import find_model
 @pytest.fixture(scope="session")
 def tinystories(data_dir):
     return data_dir / "tinystories-656k"
+
+
+@pytest.fixture
+def model(tinystories):
+    return models.from_pretrained(tinystories)
+
+
+@pytest.fixture
+def heads(tmp_path, model):
+    """A file with a profile whose first head keeps most."""
+    layers, kv_heads = model.config.num_layers, model.config.kv_heads
+    first = np.linspace(0.1, 0.9, layers * kv_heads).reshape(layers, kv_heads)[::-1, ::-1]
+    profile = kvjax.kit.HeadProfile(np.stack([first, np.ones_like(first)], -1))
+    path = tmp_path / "heads.safetensors"
+    kvjax.save_calibration(path, kvjax.ByHead(kvjax.KVzip(0.5), profile), model)
+    return path
 
 
 @pytest.fixture

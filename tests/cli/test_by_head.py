@@ -16,7 +16,7 @@ from kvjax.cli.templates import Dialogue
 from kvjax.generation.continuation import TextDecoder, new_text
 from kvjax.models import from_pretrained, load_tokenizer
 from tests.cli.commands import error, output
-from tests.support.marks import slow
+from tests.support.marks import some_slow
 
 TEXT = "Once upon a time there was a girl named Lily. She had a red ball and a big dog. " * 16
 
@@ -26,22 +26,6 @@ def document(tmp_path):
     file = tmp_path / "document.txt"
     file.write_text(TEXT)
     return file
-
-
-@pytest.fixture
-def model(tinystories):
-    return from_pretrained(tinystories)
-
-
-@pytest.fixture
-def heads(tmp_path, model):
-    """A file with a profile whose first head keeps most."""
-    layers, kv_heads = model.config.num_layers, model.config.kv_heads
-    first = np.linspace(0.1, 0.9, layers * kv_heads).reshape(layers, kv_heads)[::-1, ::-1]
-    profile = kvjax.kit.HeadProfile(np.stack([first, np.ones_like(first)], -1))
-    path = tmp_path / "heads.safetensors"
-    kvjax.save_calibration(path, kvjax.ByHead(kvjax.KVzip(0.5), profile), model)
-    return path
 
 
 @pytest.fixture
@@ -59,7 +43,10 @@ def read(capsys, tinystories, document, tmp_path):
 
 @pytest.mark.parametrize(
     "method",
-    slow("by_head(kvzip(room=64), profile={!r})", "by_head(chain(kvzip, quantize), profile={!r})"),
+    some_slow(
+        ("by_head(kvzip(room=64), profile={!r})", "by_head(chain(kvzip, quantize), profile={!r})"),
+        exhaustive={"by_head(kvzip(room=64), profile={!r})"},
+    ),
 )
 def test_it_is_read_and_asked_as_in_python(
     capsys, read, heads, model, tinystories, method, tmp_path

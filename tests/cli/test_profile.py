@@ -54,10 +54,10 @@ def test_a_profile_is_made_at_first_use_and_found_then(capsys, text, tmp_path, m
     said = []
     for document in (text, tmp_path / "other.txt"):
         document.write_text(TEXT.replace("Lily", "Rose") if said else TEXT)
-        args = "read", document, "--out", tmp_path / "read", "--method", "by_head(kvzip)"
+        args = "read", document, "--out", tmp_path / "read", "--method", "by_head(snapkv)"
         assert main([str(x) for x in (*args, "--budget", "0.3")]) == 0
         said.append(capsys.readouterr().err)
-    assert "calibrated by_head(kvzip) from 3 pieces" in said[0]
+    assert "calibrated by_head(snapkv) from 3 pieces" in said[0]
     assert str(tmp_path / "cache" / "calibrations") in said[0]
     assert "calibrated" not in said[1]
     assert len(list((tmp_path / "cache" / "calibrations").iterdir())) == 1

@@ -50,7 +50,6 @@ from tests.support.cases import (
     CASES,
     COVERING,
     GROUP,
-    KINDS,
     chelsea,
     compositions,
     every_case,
@@ -140,7 +139,7 @@ def same_slots(name, cache, rows, other, other_rows, kind="float32", positions_o
 # --- what it computes -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", names(COVERING, "full"))
+@pytest.mark.parametrize("name", kinds(COVERING, "full"))
 def test_lossless_when_the_budget_covers_everything(name):
     shape = {"max_prompt": 10, "max_new": 8}
     positions = right([0], [10], 10)
@@ -246,7 +245,7 @@ def test_evicting_conserves_the_mass_of_what_is_kept_and_merging_all_of_it(name)
 PINNED = [name for name in CASES if evicts_alone(name) and not evicts_from_short_rows(name)]
 
 
-@pytest.mark.parametrize("name", names(PINNED, "streaming_llm"))
+@pytest.mark.parametrize("name", kinds(PINNED, "streaming_llm"))
 def test_pinned_slots_survive(name):
     transform, pinned = chain(Pin((3, 9)), CASES[name]), {3, 9}
     ragged = run(transform, tokens(), right([0, 0, 0], LENGTHS, WIDTH), STEPS)
@@ -441,11 +440,7 @@ def test_rows_are_independent_and_in_any_order(name):
         same_slots(name, changed.caches[step], rows, ragged.caches[step], mine)
 
 
-# Methods themselves and one composition of each kind; all others run before a release.
-CHUNKED = {*registered(), *KINDS}
-
-
-@pytest.mark.parametrize("name", some_slow(CASES, "full", exhaustive={*CASES} - CHUNKED))
+@pytest.mark.parametrize("name", kinds(CASES, "full"))
 def test_chunks_equal_the_whole(name):
     """Windows span chunks, and the last chunk is nothing but padding for the short row."""
     transform, ragged = CASES[name], standard(name)

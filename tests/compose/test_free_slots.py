@@ -33,7 +33,7 @@ from tests.support.marks import some_slow
 from tests.support.tolerances import close
 
 # Every form of storage, and every kind of method: for them infinities are tried, too.
-KINDS = ("full", "h2o", "clusterkv", "h2o_quantize", "snapkv_quantize_channel", "h2o_codebook")
+KINDS = ("full", "clusterkv", "snapkv_quantize_channel", "h2o_codebook")
 FAST = ("full", "h2o", "kvmerger", "quantize")
 
 

@@ -230,9 +230,12 @@ def test_a_prompt_that_is_read_once_serves_it(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["chain", "everywhere of a chain", "a wrapper of one's own", "per layer in everywhere"]
+    "name",
+    some_slow(
+        ("chain", "everywhere of a chain", "a wrapper of one's own", "per layer in everywhere"),
+        exhaustive={"chain", "everywhere of a chain"},
+    ),
 )
-@pytest.mark.slow
 def test_watching_changes_nothing(name):
     """Head groups are not watched."""
     steps, context = plot.watch(model(), RAGGED[0], calibrated(name), steps=4)

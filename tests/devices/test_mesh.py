@@ -17,14 +17,17 @@ from tests.support.marks import some_slow
 METHODS = tuple(
     name + "(dense_layers=())" * hasattr(kind, "dense_layers") for name, kind in ALL.items()
 )
-COMPOSED = (
-    "cam(snapkv, expected=False)", "kvcrush(h2o, pick='random')",
+# One of each kind: evicting at a prompt's end and in steps, after a repetition, merging, selecting,
+# by layer with a book, and stored forms.
+KINDS = (
+    "h2o", "snapkv", "kvzip", "chelsea", "clusterkv(dense_layers=())", "spindlekv",
     "quantize(bits=4, key_axis='channel')", "chain(clusterkv(dense_layers=()), offload)",
 )  # fmt: skip
 # Further options that draw, compare heads, or look at all of a row.
 OPTIONS = (
     "pyramidinfer(budget=96)", "kvmerger(pivot='random')",
     "quest(dense_layers=(), per_query_head=True)", "layer_budget(unfold=True)",
+    "cam(snapkv, expected=False)", "kvcrush(h2o, pick='random')",
     "spindlekv(unfold=True)", "every(pyramidinfer(budget=96, interval=None), steps=8)",
     "when_full(snapkv, room=8)", "kvcrush(snapkv, anchor='median')",
     "kvcrush(snapkv, anchor='mean', granularity=4)", "kvcrush(snapkv, kmeans=True)", "codebook",
@@ -74,8 +77,8 @@ def check(found: dict, methods: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     "methods",
     [
-        pytest.param(METHODS, id="methods", marks=pytest.mark.slow),
-        pytest.param(COMPOSED, id="composed", marks=pytest.mark.slow),
+        pytest.param(KINDS, id="kinds", marks=pytest.mark.slow),
+        pytest.param(METHODS, id="methods", marks=pytest.mark.exhaustive),
         pytest.param(OPTIONS, id="options", marks=pytest.mark.exhaustive),
     ],
 )
@@ -130,13 +133,18 @@ def test_two_processes_equal_one(method):
         assert all(len(row) == NEW for own in found.values() for row in own["tokens"])
 
 
-@pytest.mark.slow
-def test_two_processes_save_and_load_as_one(tmp_path):
+@pytest.mark.parametrize(
+    "methods",
+    [
+        pytest.param(("kvcrush(snapkv)",), id="evicts", marks=pytest.mark.slow),
+        pytest.param(
+            ("quantize(bits=4, key_axis='channel')", "chain(clusterkv(dense_layers=()), offload)"),
+            id="others", marks=pytest.mark.exhaustive,
+        ),
+    ],
+)  # fmt: skip
+def test_two_processes_save_and_load_as_one(tmp_path, methods):
     """What either has saved, the other loads, bit for bit; files tell of no mesh."""
-    methods = (
-        "kvcrush(snapkv)", "quantize(bits=4, key_axis='channel')",
-        "chain(clusterkv(dense_layers=()), offload)",
-    )  # fmt: skip
     port, folder = free_port(), str(tmp_path)
     finished(start("saved_contexts", 8, "before", port, folder, *methods))
     both = [start("saved_contexts", 4, part, port, folder, *methods) for part in ("0", "1")]

@@ -46,7 +46,7 @@ def transform(method: str) -> kvjax.KVTransform:
     "method",
     some_slow(
         (*METHODS, *OTHERS), "pyramidinfer", "chain(clusterkv, offload)",
-        exhaustive={"spindlekv(unfold=True)"},
+        exhaustive={*METHODS, "spindlekv(unfold=True)"} - {"h2o", "kvzip", "infinigen"},
     ),
 )  # fmt: skip
 def test_a_plan_counts_what_a_context_holds(method):

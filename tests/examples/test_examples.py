@@ -75,25 +75,35 @@ ACROSS = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import jax
-import foreign_attention, linen_decoder, nnx_decoder
+import importlib
 
 mesh = jax.make_mesh((2, 2), ("data", "tensor"))
 assert len(jax.devices()) == 4
-for example in (nnx_decoder, linen_decoder, foreign_attention):
+for name in sys.argv[2:]:
+    example = importlib.import_module(name)
     expected = example.main()
     assert example.main(mesh) == expected, example.__name__
     with jax.set_mesh(mesh):
         assert example.main(mesh) == expected, example.__name__
+import linen_decoder
 kernel = linen_decoder.random_parameters(mesh)["params"]["attention_0"]["q"]["kernel"]
 assert kernel.addressable_shards[0].data.shape == (64, 32), kernel.sharding
 """
 
 
-@pytest.mark.slow
-def test_texts_are_equal_on_four_devices():
+@pytest.mark.parametrize(
+    "examples",
+    [
+        pytest.param(("linen_decoder",), id="linen", marks=pytest.mark.slow),
+        pytest.param(
+            ("nnx_decoder", "foreign_attention"), id="others", marks=pytest.mark.exhaustive
+        ),
+    ],
+)
+def test_texts_are_equal_on_four_devices(examples):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
     done = subprocess.run(
-        [sys.executable, "-P", "-W", "error", "-c", ACROSS, str(FOLDER)],
+        [sys.executable, "-P", "-W", "error", "-c", ACROSS, str(FOLDER), *examples],
         capture_output=True,
         text=True,
         env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},

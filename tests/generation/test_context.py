@@ -61,7 +61,7 @@ def generate(prompts, context, **options):
 
 
 # Methods that hold their rows in other ways; all others run before a release.
-ROWS = {"full", "h2o", "kvzip", "chelsea", "clusterkv", "8 bits", "4 bits"}
+ROWS = {"kvzip", "chelsea", "clusterkv", "4 bits"}
 
 
 @pytest.mark.parametrize("name", some_slow(TRANSFORMS, *FAST, exhaustive={*TRANSFORMS} - ROWS))

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 
 # Methods that have other arrays to save; all others run before a release.
-SAVED = {"h2o", "kvzip", "kvmerger", "clusterkv", "8 bits", "4 bits", "offload"}
+SAVED = {"kvmerger", "clusterkv", "4 bits", "offload"}
 
 
 @pytest.mark.parametrize(

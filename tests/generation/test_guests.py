@@ -11,6 +11,7 @@ import pytest
 from flax import linen
 
 import kvjax
+from tests.support.marks import some_slow
 
 VOCABULARY, WIDTH, LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM = 48, 32, 2, 4, 2, 8
 SIZES = {"num_layers": LAYERS, "query_heads": QUERY_HEADS, "kv_heads": KV_HEADS,
@@ -105,8 +106,13 @@ def test_their_loop_and_ours_write_one_text():
     assert without_head.tokens == kept.tokens
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["every(snapkv(budget=12, window=4), steps=4)", "h2o(budget=9)"])
+@pytest.mark.parametrize(
+    "method",
+    some_slow(
+        ("every(snapkv(budget=12, window=4), steps=4)", "h2o(budget=9)"),
+        exhaustive={"h2o(budget=9)"},
+    ),
+)
 def test_their_loop_flushes_and_adds_nothing_twice(method):
     caches, prompt = caches_of(method), jnp.array([PROMPTS[0]])
 

@@ -89,7 +89,7 @@ def same(one, other, kind: str) -> None:
 
 
 # What a group keeps in other ways; all others run before a release.
-KEPT = {"everything", "kvzip in 4 bits", "own_queries", "quest", "snapkv"}
+KEPT = {"kvzip in 4 bits", "quest", "snapkv"}
 
 
 @pytest.mark.parametrize("name", some_slow(METHODS, exhaustive={*METHODS} - KEPT))

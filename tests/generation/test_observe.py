@@ -58,7 +58,9 @@ def programs() -> tuple[int, int]:
 
 
 # Their parts are in other cases; they run before a release.
-LONG = {"spindlekv", "8 bits", "by head with a codebook", "by head again", "head groups"}
+LONG = {
+    "spindlekv", "pyramidkv", "8 bits", "by head with a codebook", "by head again", "head groups",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", some_slow(LAYERED, exhaustive=LONG))

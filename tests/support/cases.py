@@ -224,10 +224,11 @@ SLOW = {
 # Compositions whose parts and ways to be joined are in other cases.
 EXHAUSTIVE = {
     "cam_prompt", "chelsea_quantize", "clusterkv_per_query_head", "every", "every_kvcrush",
-    "float_h2o", "h2o_quantize", "h2o_quantize_token", "kvcrush_h2o", "kvmerger_quantize",
-    "outlier_heads", "per_layer", "pyramidinfer_paper", "quantize_clusterkv", "quantize_quest",
-    "quest_offload", "ring", "ring_quantize", "snapkv_quantize", "snapkv_quantize_keys_in_8",
-    "spindlekv_unfold", "when_full",
+    "every_kvmerger", "float_h2o", "h2o_quantize", "h2o_quantize_token", "kvcrush_h2o",
+    "kvmerger_quantize", "layer_budget", "outlier_heads", "per_layer", "pyramidinfer_paper",
+    "quantize_clusterkv", "quantize_clusterkv_offload", "quantize_quest", "quest_by_bounds",
+    "quest_offload", "ring", "ring_quantize", "snapkv_clusterkv", "snapkv_quantize",
+    "snapkv_quantize_keys_in_3", "snapkv_quantize_keys_in_8", "spindlekv_unfold", "when_full",
 }  # fmt: skip
 
 # One case of each kind: keeping everything, evicting at the prompt's end, after a repetition and in

@@ -281,8 +281,7 @@ TURNS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("which", some_slow(TURNS, "two"))
+@pytest.mark.parametrize("which", some_slow(TURNS, exhaustive={"unrotated", "rotated"}))
 def test_a_question_after_what_was_compressed(which):
     """Many methods at once: on unrotated keys where one of them wants those, or on rotated ones."""
     transforms = [METHODS[name][0] for name in TURNS[which]]
