@@ -103,7 +103,7 @@ def test_text_is_that_of_the_full_cache(name):
     "name",
     some_slow(
         ["h2o", "quest", "infinigen", "pyramidinfer", "8 bits", "4 bits", "every"],
-        exhaustive={"infinigen", "pyramidinfer", "4 bits", "every"},
+        exhaustive={"quest", "infinigen", "pyramidinfer", "4 bits", "every"},
     ),
 )
 def test_every_method_in_the_other_layers(name):

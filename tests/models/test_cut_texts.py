@@ -91,18 +91,18 @@ def check_cuts(functional, tokens: list[int]) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        pytest.param(x, marks=[pytest.mark.slow] * (x not in ("dynamic", "longrope")))
-        for x in ROPE_TYPES
-    ],
-)
+    some_slow(
+        ROPE_TYPES, "dynamic", "longrope",
+        exhaustive={*ROPE_TYPES} - {"dynamic", "longrope", "yarn"},
+    ),
+)  # fmt: skip
 def test_every_type_of_rope(kind):
     check_cuts(as_functional(model(kind)), IDS)
 
 
 # The first case of each family whose attention is its own; the others run before a release.
 NAMES = [f"{family}-{name}" for family in NAMED for name in NAMED[family]]
-LIKE_OTHERS = {"mistral", "ministral", "qwen2", "glm4", "olmo2", "phi3"}
+LIKE_OTHERS = {"mistral", "ministral", "qwen2", "qwen3", "glm4", "olmo2", "phi3"}
 FIRST = {f"{family}-{next(iter(NAMED[family]))}" for family in NAMED if family not in LIKE_OTHERS}
 FIRST |= {"phi3-longrope"}
 
