@@ -127,7 +127,7 @@ def test_cells_that_install_are_a_line_each(name):
 
 
 # Those that a reader opens first; all others run before a release.
-FIRST = {"own_flax_model", "quickstart", "write_a_method"}
+FIRST = {"own_flax_model", "quickstart"}
 
 
 @pytest.mark.parametrize("name", some_slow(NAMES, exhaustive={*NAMES} - FIRST))

@@ -97,7 +97,11 @@ FORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", some_slow(FORMS, "4 bits", "float8"))
+# Forms and cases whose parts are in others run before a release.
+LONG = {"8 bits", "keys of 8 bits, query heads", "everything", "every step", "bfloat16"}
+
+
+@pytest.mark.parametrize("name", some_slow(FORMS, "4 bits", "float8", exhaustive=LONG))
 def test_encoded_rows_cross_and_are_those_without_offload(name):
     """Rows are stored the same bit for bit, also after a further turn."""
     form, case = FORMS[name]
@@ -135,7 +139,7 @@ def same(one, other) -> None:
         close(np.asarray(read_all(a))[live], np.asarray(read_all(b))[live], "exact")
 
 
-@pytest.mark.parametrize("name", some_slow(CASES, "nothing goes to the host"))
+@pytest.mark.parametrize("name", some_slow(CASES, "nothing goes to the host", exhaustive=LONG))
 def test_offloaded_equals_not_offloaded(name):
     case = dict(CASES[name])
     recent, dtype = case.pop("recent", 1), case.pop("dtype", jnp.float32)
