@@ -184,8 +184,7 @@ def bytes_at_rest(
         cache = jax.eval_shape(functools.partial(size.cache, layer, number))
         parts, of_parts = layer_caches(cache), [range(model.kv_heads)]
         if isinstance(layer, kvjax.HeadGroups):
-            places = layer.order[number]
-            of_parts = [[places[head] for head in heads] for heads, _ in layer.groups]
+            of_parts = [heads[number] for heads in layer.heads]
         counts = [
             np.minimum(live[number, list(heads)], part.kv.slots)
             for heads, part in zip(of_parts, parts, strict=True)

@@ -18,6 +18,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.annotations import NoneElsewhere
 from kvjax.cache.payload import Dense, Payload, write_slots
 from kvjax.serialization import pytree_node
 
@@ -117,9 +118,9 @@ class KVCache:
     heads: int = _static()
     group: int = _static(1)
     unfolded: int = _static(1)
-    interval: int | None = _static(None)
+    interval: int | NoneElsewhere = _static(None)
     unrotated_keys: bool = _static(False)
-    lists: tuple[int, int] | None = _static(None)
+    lists: tuple[int, int] | NoneElsewhere = _static(None)
     withheld: tuple[str, ...] = _static(())
 
     @property

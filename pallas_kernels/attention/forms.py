@@ -324,7 +324,7 @@ class FourBitReader(Reader):
             return self
         return FourBitWords(**vars(self), interpret=interpret)
 
-    def load(self, at, part, row, wanted):
+    def load(self, at, part, row, wanted: Array):
         """Loads and decodes channels of a part."""
         half = self.channels // 2
         if part.first // half == part.last // half:

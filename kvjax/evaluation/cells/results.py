@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvjax.annotations import NoneElsewhere
 from kvjax.evaluation.tasks import MEASURES, NATS
 
 from .estimates import Estimate
@@ -57,8 +58,8 @@ class Row(NamedTuple):
     question: str | None
     method: str
     budget: int | float | None
-    score: Estimate | None = None
-    difference: Estimate | None = None
+    score: Estimate | NoneElsewhere = None
+    difference: Estimate | NoneElsewhere = None
     prompt_tokens: float | None = None
     slots: int | None = None
     live_slots: float | None = None

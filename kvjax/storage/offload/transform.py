@@ -190,7 +190,8 @@ class Offload(KVTransform):
     def select(self, view: View, state: Resident, query: Array) -> tuple[View, Resident]:
         """Collects the selected rows: recent ones, resident ones, and others from the host."""
         k, v = (cast(Offloaded, x) for x in (view.cache.k, view.cache.v))  # which `init` has made
-        index, length = view.index, view.cache.lists[1]
+        index = cast(Array, view.index)  # which a part before this one has selected
+        length = view.cache.lists[1]
         recent_place = k.recent.places(index)
         stored = (index >= 0) & (recent_place < 0)
         there, *resident_rows = state.at(index, k.shape[2])
