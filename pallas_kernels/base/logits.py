@@ -74,7 +74,8 @@ class Seen(NamedTuple):
 
     def listed(self) -> Seen:
         """Returns the places of the lists as slots of their own; an entry -1 is a free slot."""
-        named, slot = self.index >= 0, jnp.maximum(self.index, 0)
+        index: Array = self.index  # pyright: ignore[reportAssignmentType]  # there are lists
+        named, slot = index >= 0, jnp.maximum(index, 0)
         return Seen(
             bias=jnp.where(named, take_slots(self.bias, slot), -jnp.inf),
             position=jnp.where(named, take_slots(self.position, slot), -1),
