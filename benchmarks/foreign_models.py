@@ -50,7 +50,7 @@ def code_lines(path: Path) -> int:
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--package", required=True, choices=DISTRIBUTIONS)
     parser.add_argument("--model", required=True, help="GGUF file of Gemma 3 270M")
     parser.add_argument("--out", required=True, help="JSON file")

@@ -61,7 +61,7 @@ def draw(axes: Axes, rows: list[dict[str, Any]], panel: str) -> None:
 
 def main() -> None:
     """Draws it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     figure, panels = pyplot.subplots(

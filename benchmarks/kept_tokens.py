@@ -444,7 +444,7 @@ def print_comparison(first: Path, second: Path) -> None:
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder to write to")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--follow", type=Path, help="folder of a run whose tokens are fed")

@@ -216,7 +216,7 @@ def compile_row(model: Any, prompt: list[int], method: str, rounds: int) -> dict
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--model", required=True, help="folder of the model")
     parser.add_argument("--out", required=True)
     parser.add_argument("--lengths", type=int, nargs="*", default=[2048, 7900])

@@ -675,7 +675,7 @@ SIDES = {"kvpress": Kvpress, "kvjax": Kvjax}
 def peak_bytes() -> int:
     """The greatest resident memory since the model was loaded."""
     status = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status).group(1))
+    return 1024 * int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0])
 
 
 def answer_requests() -> None:
@@ -718,7 +718,7 @@ class Worker:
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
         }
-        self._process = subprocess.Popen(
+        self._process: Any = subprocess.Popen(  # with both pipes
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env=os.environ | cache,
         )  # fmt: skip
@@ -991,7 +991,7 @@ def main() -> None:
     if sys.argv[1:2] == ["side"]:
         answer_requests()
         return
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("comparison", choices=("methods", "kvzip"))
     parser.add_argument("--model", required=True, help="folder of a Hugging Face model")
     parser.add_argument("--text", required=True, help="UTF-8 file, longer than the longest prompt")

@@ -30,7 +30,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.annotations import NoneElsewhere
 from kvjax.cache.payload import of_rows, sum_into, take_slots
 from kvjax.cache.record import Record
 from kvjax.cache.rope import Rope
@@ -38,6 +37,7 @@ from kvjax.cache.slots import KVCache, NotAskedFor
 from kvjax.messages import brief
 from kvjax.serialization import named, pytree_node
 from pallas_kernels import Mask
+from pallas_kernels.base.annotations import NoneElsewhere
 
 if TYPE_CHECKING:
     from kvjax.decisions import Decision

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.annotations import NoneElsewhere
 from kvjax.messages import brief, did_you_mean
+from pallas_kernels.base.annotations import NoneElsewhere
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 """Rotary embeddings that `kvjax.models` computes, by their Hugging Face names."""

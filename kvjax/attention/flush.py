@@ -172,7 +172,7 @@ def flushed_before_step(
     if clock is None:
         return cache
     due = (clock.waiting + tokens > clock.interval).any()
-    cache = _flush_if(due, cache, implementation, *arrays)
+    cache = _flush_if(due, cache, clock.interval, implementation, *arrays)
     waiting = jnp.where(due, 0, clock.waiting) + tokens
     return dataclasses.replace(cache, clock=dataclasses.replace(clock, waiting=waiting))
 
@@ -184,16 +184,20 @@ def flushed_behind_prompt(
     clock = cache.clock
     if clock is None:
         return cache
-    cache = _flush_if(~rows.all(), cache, implementation, *arrays)
+    cache = _flush_if(~rows.all(), cache, clock.interval, implementation, *arrays)
     clock = dataclasses.replace(clock, waiting=jnp.zeros_like(clock.waiting))
     return dataclasses.replace(cache, clock=clock)
 
 
 def _flush_if(
-    due: Bool[Array, ""], cache: LayerCache, implementation: str | None, *arrays: Array
+    due: Bool[Array, ""],
+    cache: LayerCache,
+    steps: int,
+    implementation: str | None,
+    *arrays: Array,
 ) -> LayerCache:
     def flush_now(cache: LayerCache) -> LayerCache:
-        return varying(_flush(cache, cache.clock.interval, implementation), *arrays)
+        return varying(_flush(cache, steps, implementation), *arrays)
 
     return jax.lax.cond(due, flush_now, lambda cache: cache, varying(cache, *arrays))
 

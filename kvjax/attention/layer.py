@@ -19,6 +19,7 @@ from kvjax.compose.chain import parts_of
 from kvjax.devices import Placement
 from kvjax.protocol import AttentionOptions, KVTransform, Phase, Stage, State, takes_part
 from kvjax.serialization import pytree_node
+from pallas_kernels.base.annotations import NoneElsewhere
 
 T = TypeVar("T")
 
@@ -149,9 +150,9 @@ class Reading:
     rows: Bool[Array, " B"]
     length_before: Int[Array, " B"]
     document_length: Int[Array, " B"] | None
-    queries: QueryWindow | None
+    queries: QueryWindow | NoneElsewhere
     record: Record | None
-    rope: Rope | None
+    rope: Rope | NoneElsewhere
     options: AttentionOptions
     phase: Phase | None = field(default=None, metadata={"static": True})
 

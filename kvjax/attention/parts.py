@@ -120,7 +120,7 @@ def cache_specs(cache: Cache) -> Cache:
 
 def _specs(cache: Part) -> Part:
     placement = cache.placement
-    return divided_by(cache, placement.rows_axis(cache.kv.shape[0]), placement.heads_axis)
+    return divided_by(cache, placement.rows_axis(cache.kv.shape[0]), placement.heads_axis)  # pyright: ignore[reportOptionalMemberAccess]  # it is divided
 
 
 def divided_by(cache: Part, rows: Any, heads: Any) -> Part:

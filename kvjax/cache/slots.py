@@ -18,9 +18,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.annotations import NoneElsewhere
 from kvjax.cache.payload import Dense, Payload, write_slots
 from kvjax.serialization import pytree_node
+from pallas_kernels.base.annotations import NoneElsewhere
 
 FREE = -1  # the position of a free slot, and of a padding token
 NEG_INF = float("-inf")

@@ -140,7 +140,7 @@ def _run_file(name: str) -> None:
     spec = importlib.util.spec_from_file_location(name, name)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        spec.loader.exec_module(module)  # pyright: ignore[reportOptionalMemberAccess]  # as a .py file has both
     except BaseException:
         # A module that failed half-way must not look imported.
         del sys.modules[name]

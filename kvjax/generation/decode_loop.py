@@ -46,6 +46,7 @@ from kvjax.protocol import Full, KVTransform
 from kvjax.registry import as_transform
 from kvjax.storage.offload.transform import RecallStatistics, recall_statistics
 from kvjax.transforms.random import GENERATOR, check_seed
+from pallas_kernels.base.annotations import NoneElsewhere
 
 _STREAM_SECONDS = 0.1  # about how often a streaming loop comes back to the host
 _MAX_STREAM_STEPS = 256  # decode steps between two returns to the host, at most
@@ -313,12 +314,12 @@ class Writing:
             context = self._first_turn(prompts)
         else:
             context = self._further_turn(prompts, context)
-        self._context = context
+        self._context: Context | NoneElsewhere = context
         self._active = _active_rows(prompts, context.rows)
         self._prompt_tokens = (
             [0] * context.rows if prompts is None else [len(row or ()) for row in prompts]
         )
-        self._loop = jax.block_until_ready(
+        self._loop: _Loop | NoneElsewhere = jax.block_until_ready(
             self._first_loop(
                 self._compiler, context.held, context.logits, context.length, context.seen,
                 self._active,

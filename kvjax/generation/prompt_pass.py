@@ -22,7 +22,7 @@ from kvjax.compiled_code import compiled, give_back_freed
 from kvjax.devices import by_rows, mesh_of
 from kvjax.generation.compiler import Compiler, Programs, Tracer
 from kvjax.generation.groups import Group, Looking, Pieces, join_groups
-from kvjax.generation.model import FunctionalModel, logits_of_one
+from kvjax.generation.model import FunctionalModel, ModelParts, logits_of_one
 from kvjax.generation.new_caches import (
     CacheSize,
     LayerStates,
@@ -118,7 +118,9 @@ def read_prompt(
         into.append(Into(of_rows, caches is None, caches or states_of_layers(layers, of_rows)))
     read = functools.partial(_read_whole_model, model)
     if model.parts is not None:
-        read = functools.partial(_read_by_layer, model, model.parts.split(model.params))
+        read = functools.partial(
+            _read_by_layer, model, model.parts, model.parts.split(model.params)
+        )
     read = functools.partial(read, layers, groups, into, last)
 
     def trace(tracer: Tracer) -> None:
@@ -140,6 +142,7 @@ def read_prompt(
 
 def _read_by_layer(
     model: FunctionalModel,
+    parts: ModelParts,
     params: Sequence[Any],
     layers: tuple[KVTransform, ...],
     groups: Sequence[Group],
@@ -152,12 +155,13 @@ def _read_by_layer(
     A probe follows its document right away in each layer, before the document is compressed.
 
     Args:
+      parts: of the model.
       params: of each layer.
 
     Returns:
       The logits of each group, and the caches of all rows.
     """
-    parts, mesh, (size, is_new, caches) = model.parts, mesh_of(model.params), into[0]
+    mesh, (size, is_new, caches) = mesh_of(model.params), into[0]
     attention = tuple(map(model.attention, range(len(layers))))
     observers: list[Observe | None] = [None] * len(layers)
     if last:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.base.annotations import NoneElsewhere
 from pallas_kernels.base.rotation import Turn
 from pallas_kernels.base.rows import take_slots
 
@@ -57,7 +58,7 @@ class Seen(NamedTuple):
 
     bias: Float[Array, "B H S"]
     position: Int[Array, "B H S"]
-    end: Int[Array, "B K *I"] | None = None
+    end: Int[Array, "B K *I"] | NoneElsewhere = None
     first: Int[Array, "B K *I"] | None = None
     index: Int[Array, "B K N"] | None = None
     turn: Turn | None = None

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvjax.annotations import NoneElsewhere
 from kvjax.evaluation.tasks import MEASURES, NATS
+from pallas_kernels.base.annotations import NoneElsewhere
 
 from .estimates import Estimate
 from .grid import Cell
