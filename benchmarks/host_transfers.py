@@ -85,7 +85,7 @@ def measure(args: argparse.Namespace, form: Any, recent: int, lists: np.ndarray)
 
     @jax.jit
     def select(kv, state, index):
-        view, state = offload.select(View(kv, token, index), state, None)
+        view, state = offload.select(View(kv, token, index), state, None)  # pyright: ignore[reportArgumentType]  # no query is looked at
         return view.rows, state
 
     index = [jnp.asarray(each)[None] for each in lists]

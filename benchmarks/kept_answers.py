@@ -273,7 +273,9 @@ def main() -> None:
     for document in documents:
         key = {"kind": document.kind, "number": document.number}
         left = [each for each in ("full", "nothing", *texts) if not rows.has(method=each, **key)]
-        once = measure.read(document.tokens) if left else None
+        if not left:
+            continue
+        once = measure.read(document.tokens)
         for each in left:
             scores = measure.asked(document, measure.context(each, document, once))
             scores = [round(score, 4) for score in scores]

@@ -75,7 +75,7 @@ class ReadDocument(ReadOnce):
         observed = self._observed[0]
         others = self._size.max_prompt - chosen.shape[2]  # slots without a token
         stays = np.pad(chosen, ((0, 0), (0, 0), (0, others)))[:, None]
-        held = tuple(map(_without_others, observed.held, stays))
+        held = tuple(map(_without_others, observed.held, stays))  # pyright: ignore[reportArgumentType]  # all are readings
         return self._compressed(form, dataclasses.replace(observed, held=held))
 
 

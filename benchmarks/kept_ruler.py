@@ -89,7 +89,9 @@ def main() -> None:
         for task in tasks:
             case, key = task.cases[number], {"task": task.name, "number": number}
             left = [each for each in (FULL, *METHODS) if not rows.has(method=each, **key)]
-            once = measure.read(case.context) if left else None
+            if not left:
+                continue
+            once = measure.read(case.context)
             for method in left:
                 scores = [
                     task.score(text, case)  # pyright: ignore[reportOptionalCall]  # tasks of RULER have scores

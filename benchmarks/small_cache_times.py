@@ -34,7 +34,7 @@ BUDGET = 0.05
 COMPILED: list[str] = []  # an entry for each program that XLA compiles
 
 
-def _notice(event: str, duration: float, **details: object) -> None:
+def _notice(event: str, duration_secs: float, **details: object) -> None:
     if event == "/jax/core/compile/backend_compile_duration":
         COMPILED.append(str(details))
 

@@ -87,7 +87,6 @@ import contextlib
 import copy
 import dataclasses
 import importlib.metadata
-import itertools
 import json
 import os
 import platform
@@ -234,7 +233,7 @@ def written(text: str, share: float | None) -> str:
     return text if share is None else text.format(share=share, ratio=round(1 - share, 6))
 
 
-def best_scores(scores: Sequence, groups: int, count: int) -> list[list[list[int]]]:
+def best_scores(scores: Sequence | np.ndarray, groups: int, count: int) -> list[list[list[int]]]:
     """Positions of the `count` best tokens of each group of heads, sinks first.
 
     Args:
@@ -251,7 +250,9 @@ def best_scores(scores: Sequence, groups: int, count: int) -> list[list[list[int
     return [[np.flatnonzero(head).tolist() for head in row] for row in kept.reshape(ranked.shape)]
 
 
-def relative_differences(kvpress: Sequence, kvjax: Sequence) -> dict[str, float]:
+def relative_differences(
+    kvpress: Sequence | np.ndarray, kvjax: Sequence | np.ndarray
+) -> dict[str, float]:
     """Median and greatest relative difference of scores."""
     theirs, ours = np.array(kvpress, np.float64), np.array(kvjax, np.float64)
     gap = np.abs(theirs - ours) / np.maximum(np.maximum(theirs, ours), 1e-30)
@@ -723,7 +724,7 @@ class Worker:
             env=os.environ | cache,
         )  # fmt: skip
 
-    def ask(self, what: str, **request: object) -> dict[str, Any]:
+    def ask(self, what: str, **request: object) -> Any:
         """The answer to a request."""
         self._process.stdin.write(json.dumps({"do": what, **request}) + "\n")
         self._process.stdin.flush()
@@ -873,6 +874,7 @@ class KVzipComparison:
             return
         from kvjax.evaluation import is_right
 
+        methods: dict[str, list[tuple[str, float | None, str]]]
         methods = {side: [("full", None, FULL[side])] for side in SIDES}
         for side, named in KVZIP.items():
             for name, text in named.items():
@@ -1057,7 +1059,8 @@ def main() -> None:
             if "times" in args.parts:
                 comparison.times(args.rounds)
             return
-        for tokens, method in itertools.product(args.tokens, args.methods):
+        every_pair = [(tokens, method) for tokens in args.tokens for method in args.methods]
+        for tokens, method in every_pair:
             share = None if method == "full" else SHARE
             if rows.has(method=method, share=share, tokens=tokens):
                 continue

@@ -107,7 +107,7 @@ class KVJaxLM(TemplateLM):
     ) -> None:
         super().__init__()
         # The harness's command gives a text.
-        self.batch_size = int(batch_size) if str(batch_size).isdigit() else batch_size
+        self.batch_size: Any = int(batch_size) if str(batch_size).isdigit() else batch_size
         self.max_gen_toks = max_gen_toks
         check_count("batch_size", self.batch_size, 1)
         check_count("max_gen_toks", max_gen_toks, 1)

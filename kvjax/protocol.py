@@ -469,10 +469,10 @@ class AttentionOptions:
       sinks: one more logit of each query head, in float32; None: there are none.
     """
 
-    scale: float | None = field(default=None, metadata={"static": True})
+    scale: float | NoneElsewhere = field(default=None, metadata={"static": True})
     window: int | None = field(default=None, metadata={"static": True})
     soft_cap: float | None = field(default=None, metadata={"static": True})
-    sinks: Float[Array, " Q"] | None = None
+    sinks: Float[Array, " Q"] | NoneElsewhere = None
 
     @property
     def static(self) -> dict[str, Any]:

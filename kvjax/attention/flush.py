@@ -12,7 +12,6 @@ from jaxtyping import Array, Bool, Int
 
 from kvjax.attention.call import key_positions
 from kvjax.attention.layer import (
-    Cache,
     Clock,
     LayerCache,
     check_caches,
@@ -84,7 +83,7 @@ def flush(caches: Caches, steps: int | None = None, implementation: str | None =
     )
 
 
-def flush_interval(caches: Cache | tuple[Cache, ...]) -> int | None:
+def flush_interval(caches: object) -> int | None:
     """Returns the number of decode steps after which the caches must be flushed; None: never.
 
     It is the least of all layers' intervals. Caches that flush themselves have none. It is a Python
@@ -150,7 +149,7 @@ def self_flushing(caches: Caches) -> Caches:
         if cache.kv.interval is None or cache.clock is not None:
             return cache
         waiting = jnp.zeros_like(cache.kv.length)
-        return dataclasses.replace(cache, clock=Clock(waiting, interval))
+        return dataclasses.replace(cache, clock=Clock(waiting, interval))  # pyright: ignore[reportArgumentType]  # as this cache has one
 
     return map_parts(with_clock, caches)
 

@@ -118,7 +118,7 @@ class LayerCache:
     max_length: int = field(metadata={"static": True})
     options: AttentionOptions
     placement: Placement | None = field(default=None, metadata={"static": True})
-    group_heads: tuple[int, ...] | None = field(default=None, metadata={"static": True})
+    group_heads: tuple[int, ...] | NoneElsewhere = field(default=None, metadata={"static": True})
     clock: Clock | None = None
 
 
@@ -202,12 +202,12 @@ Part = LayerCache | Reading  # one rectangle of slots
 Cache = Part | tuple[Part, ...]  # a tuple: one per head group
 
 
-def layer_caches(caches: Cache | tuple[Cache, ...]) -> list[LayerCache]:
+def layer_caches(caches: object) -> list[LayerCache]:
     """Lists the rectangles of slots in the caches of one layer or of several, in order."""
     return jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, Part))
 
 
-def map_parts(function: Callable[[Any], Any], caches: Cache | tuple[Cache, ...]) -> Any:
+def map_parts(function: Callable[[Any], Any], caches: object) -> Any:
     """Applies `function` to each rectangle of slots in the caches of one layer or of several."""
     return jax.tree.map(function, caches, is_leaf=lambda x: isinstance(x, Part))
 

@@ -52,7 +52,7 @@ def decode(
     if call.repeats and mass is not None:
         mass = jnp.where((added >= 0).any(1)[:, None, None], mass, 0.0)
     if needs.accumulated_attention:
-        kv = add_attention(kv, mass)
+        kv = add_attention(kv, mass)  # pyright: ignore[reportArgumentType]  # which is asked for
     # A method that observes queries goes on with those of decoding.
     window = None if cache.window is None else cache.window.add(q, added)
     query, query_position = window or (None, None)
@@ -125,7 +125,7 @@ def _attention(
     keys, values = kv.k, kv.v
     if view.rows is not None:
         (keys, values), seen = map(Dense, view.rows), seen.listed()
-    out, probabilities = keys.attention(values, Queries(grouped, positions), seen, **options)
+    out, probabilities = keys.attention(values, Queries(grouped, positions), seen, **options)  # pyright: ignore[reportArgumentType]  # both are of one kind
     mass = None
     if asked:
         mass = view.to_slots(probabilities.sum(3)).reshape(q.shape[0], -1, kv.slots)

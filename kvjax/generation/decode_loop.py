@@ -311,7 +311,7 @@ class Writing:
         prompts = None if prompts is None else as_rows(prompts)
         start, self._keeps_context = time.perf_counter(), context is not None
         if context is None:
-            context = self._first_turn(prompts)
+            context = self._first_turn(prompts)  # pyright: ignore[reportArgumentType]  # which refuses None
         else:
             context = self._further_turn(prompts, context)
         self._context: Context | NoneElsewhere = context
@@ -330,7 +330,7 @@ class Writing:
         self._waiting, self._decode_seconds = int(context.waiting), 0.0
         return self
 
-    def _first_turn(self, prompts: Rows | None) -> Context:
+    def _first_turn(self, prompts: Sequence[Sequence[int]] | None) -> Context:
         """Reads prompts into new caches, with room for the new tokens."""
         model, options = self._model, self._options
         if prompts is None:

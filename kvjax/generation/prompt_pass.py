@@ -25,7 +25,7 @@ from kvjax.generation.groups import Group, Looking, Pieces, join_groups
 from kvjax.generation.model import FunctionalModel, ModelParts, logits_of_one
 from kvjax.generation.new_caches import (
     CacheSize,
-    LayerStates,
+    abstract_array,
     new_cache,
     states_of,
     states_of_layers,
@@ -128,7 +128,7 @@ def read_prompt(
         if then is not None:
             batch = layer_caches(new_caches)[0].kv.shape[0]
             shape = batch, *logits[0].shape[1:]
-            then(tracer, jax.ShapeDtypeStruct(shape, logits[0].dtype), new_caches)
+            then(tracer, abstract_array(shape, logits[0].dtype), new_caches)
 
     compiler.trace(trace)
     logits, new_caches = read(compiler)
@@ -292,7 +292,7 @@ def cache_shapes(
     Layers that are alike share one value.
     """
     # A prompt of one token: the shapes of caches follow from `size` alone.
-    tokens = positions = jax.ShapeDtypeStruct((size.batch, 1), jnp.int32)
+    tokens = positions = abstract_array((size.batch, 1), jnp.int32)
     if model.parts is None:
         states = jax.eval_shape(functools.partial(states_of_layers, layers, size))
         read_whole = functools.partial(_read_whole, layers, size, True)
@@ -326,7 +326,7 @@ def _embed(
 def _read_layer(
     how: LayerPass,
     layer_params: Any,
-    into: Cache | LayerStates,
+    into: Any,
     rows: Int[Array, " B"] | None,
     x: Float[Array, "B T C"],
     positions: Int[Array, "B T"],
@@ -365,7 +365,7 @@ def _read_layer(
             return reading, y
 
         cache, y = _by_piece(look, before_look(cache), pieces)
-        looking = Looking(pieces._replace(tokens=by_rows(y, mesh)), length)
+        looking = Looking(pieces._replace(tokens=by_rows(y, mesh)), length)  # pyright: ignore[reportArgumentType]  # documents have one
         cache = complete(cache) if last else cache
     if rows is not None:
         cache = put_rows(into, rows, cache)

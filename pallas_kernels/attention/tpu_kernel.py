@@ -143,7 +143,7 @@ def _parts(
     spec = functools.partial(
         _spec, block=block, at=functools.partial(_block_at, plan=plan, blocks=blocks)
     )
-    shapes = [(parts, rows, channels), (parts, rows, 1)]
+    shapes: list[tuple[int, ...]] = [(parts, rows, channels), (parts, rows, 1)]
     out_specs = [
         pl.BlockSpec((None, None, None, *shape[1:]), lambda b, h, p, *_: (b, h, p, 0, 0))
         for shape in shapes

@@ -69,7 +69,7 @@ class Row(NamedTuple):
     nothing: float | None = None
     recovery: Estimate | None = None
     quarters: tuple[float, ...] | None = None
-    recall: float | None = None
+    recall: float | NoneElsewhere = None
     layer_recall: tuple[float, ...] | None = None
     layer_error: tuple[float, ...] | None = None
     failed: str | None = None

@@ -21,6 +21,7 @@ from kvjax.storage.offload.payload import HOST_MEMORY, Offloaded, memory_kinds, 
 from kvjax.storage.quantize.transform import Quantize
 from kvjax.storage.recent import places
 from pallas_kernels import host_rows
+from pallas_kernels.base.annotations import NoneElsewhere
 
 INTERVAL = 320  # ClusterKV's interval, used behind methods that have none of their own
 
@@ -42,8 +43,8 @@ class Resident:
     """
 
     slots: Int[Array, "B K R*N"] | None
-    k: Float[Array, "B K R*N D"] | None
-    v: Float[Array, "B K R*N D"] | None
+    k: Float[Array, "B K R*N D"] | NoneElsewhere
+    v: Float[Array, "B K R*N D"] | NoneElsewhere
     selected: Int[Array, "B K"]
     found: Int[Array, "B K"]
     fetched: Int[Array, "B K"]
@@ -167,7 +168,7 @@ class Offload(KVTransform):
                 f"{cache.interval} steps, got interval={self.interval}"
             )
         size = min(cache.interval, max(cache.max_new, 1))
-        k, v = (Offloaded.zeros(payload, size) for payload in (cache.k, cache.v))
+        k, v = (Offloaded.zeros(payload, size) for payload in (cache.k, cache.v))  # pyright: ignore[reportArgumentType]  # `in_chain` lets no others in
         (batch, _, slots, _), (lists, length) = k.shape, cache.lists
         entries = (batch, lists, self.recent_steps * length)
 
