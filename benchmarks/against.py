@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 STEPS, KEPT = 32, 0.2
 RECALLED = 1024
@@ -88,7 +89,7 @@ class Worker:
     def __init__(self, checkout: Path, prompt: int, rounds: int):
         command = [checkout / ".venv/bin/python", __file__, "--worker", checkout]
         options = ["--prompt-tokens", str(prompt), "--rounds", str(rounds)]
-        self.process = subprocess.Popen(
+        self.process: Any = subprocess.Popen(  # with both pipes
             [*command, *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
@@ -138,7 +139,7 @@ def compare(names: list[str], other: Path, prompt: int, rounds: int) -> list[dic
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--other", type=Path, help="a checkout with a .venv of its own")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))

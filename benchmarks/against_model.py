@@ -168,7 +168,7 @@ def alike(this: list[int], other: list[int]) -> int:
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--other", type=Path, help="a checkout with a .venv of its own")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--model", required=True, help="a folder or a GGUF file")

@@ -80,7 +80,7 @@ def measured(context: kvjax.Context, model: Any) -> dict[str, Any]:
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--model", required=True, help="folder of a Hugging Face model")
     parser.add_argument("--text", required=True, help="UTF-8 file")
     parser.add_argument("--profile", required=True, help="of kvjax profile, for by_head")

@@ -101,7 +101,7 @@ def einsum_side(slots: int) -> Callable[[], object]:
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--prompt-tokens", type=int, default=32_768)
     parser.add_argument("--budget", type=float, default=0.2)
     parser.add_argument("--rounds", type=int, default=40)

@@ -56,7 +56,7 @@ Serve = Callable[[Connection, str, bool], None]
 
 def main(arguments: Sequence[str] | None = None, serve: Serve | None = None) -> int:
     """Runs it. `serve` is what a process does, `device_work.serve` by default."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     add = parser.add_argument
     add("--minutes", type=float, default=MINUTES, help=f"for all of it (default: {MINUTES:g})")
     add("--only", metavar="TEXT", nargs="+", help="entries with one of these in name or kind")

@@ -214,10 +214,9 @@ def first_token(method: str, tokens: int, rows: int, tiny: bool) -> dict[str, An
 @functools.lru_cache(maxsize=1)
 def named_model(variable: str, tiny: bool) -> tuple[Any, Any, list[int]]:
     """The model that an environment variable names, its tokenizer, and tokens of a text."""
-    path = os.environ.get(variable)
-    if not tiny and (path is None or not os.path.exists(path)):
+    path = demo.directory() if tiny else os.environ.get(variable)
+    if path is None or not os.path.exists(path):
         raise LeftOut(f"{variable} names no model: set it to its folder or GGUF file")
-    path = demo.directory() if tiny else path
     model, tokenizer = from_pretrained(path, dtype="bfloat16"), load_tokenizer(path)
     text = tokenizer(demo.held_out_text(), add_special_tokens=False).input_ids
     return model, tokenizer, text

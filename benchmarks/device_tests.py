@@ -17,14 +17,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Begins to write, where there is a file for it."""
-    if config.getoption("outcomes"):
-        config.pluginmanager.register(Outcomes(Path(config.getoption("outcomes"))))
+    if outcomes := config.getoption("outcomes"):
+        config.pluginmanager.register(Outcomes(Path(outcomes)))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what passed before."""
-    if config.getoption("passed_before"):
-        passed = set(json.loads(Path(config.getoption("passed_before")).read_text()))
+    if names := config.getoption("passed_before"):
+        passed = set(json.loads(Path(names).read_text()))
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
         items[:] = [item for item in items if item.nodeid not in passed]
 

@@ -124,7 +124,7 @@ SUITES = {"smollm2": smollm2, "qwen": qwen}
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("suite", choices=tuple(SUITES))
     parser.add_argument("--model", required=True, help="folder or file of the suite's model")
     parser.add_argument("--text", required=True, help="what RULER's needles are hidden in")

@@ -21,6 +21,7 @@ import importlib
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from common import Rows
 
@@ -50,7 +51,7 @@ def code_lines(path: Path) -> int:
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--package", required=True, choices=DISTRIBUTIONS)
     parser.add_argument("--model", required=True, help="GGUF file of Gemma 3 270M")
     parser.add_argument("--out", required=True, help="JSON file")
@@ -69,10 +70,10 @@ def main() -> None:
         "lines": code_lines(Path(package.adapter.__file__)),
     }  # fmt: skip
 
-    def read(model: object) -> list[list[int]]:
+    def read(model: Any) -> list[list[int]]:
         return support.read_and_asked(model, texts, 0.25, port.num_layers)
 
-    def written(model: object, method: str) -> list[list[int]]:
+    def written(model: Any, method: str) -> list[list[int]]:
         if method == READ:
             return read(model)
         options = {"transform": method, "max_new_tokens": NEW, "end_tokens": ()}

@@ -29,7 +29,7 @@ TOKENS = 1024  # of a piece
 
 def main() -> None:
     """Measures the pairs that the file does not have yet."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--model", required=True, help="folder or GGUF file")
     parser.add_argument("--text", required=True, help="UTF-8 file")
     parser.add_argument("--other", required=True, help="UTF-8 file")

@@ -85,7 +85,7 @@ def measure(args: argparse.Namespace, form: Any, recent: int, lists: np.ndarray)
 
     @jax.jit
     def select(kv, state, index):
-        view, state = offload.select(View(kv, token, index), state, None)
+        view, state = offload.select(View(kv, token, index), state, None)  # pyright: ignore[reportArgumentType]  # no query is looked at
         return view.rows, state
 
     index = [jnp.asarray(each)[None] for each in lists]
@@ -127,7 +127,7 @@ def copy_rate(args: argparse.Namespace) -> float:
 
 def main() -> None:
     """Measures every form with 0, 1 and 2 recent steps."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--tokens", type=int, default=32_768, help="in the cache")
     parser.add_argument("--budget", type=int, default=1024, help="slots of a list")
     parser.add_argument("--run", type=int, default=64, help="slots of a run")

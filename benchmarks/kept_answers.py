@@ -237,7 +237,7 @@ def summary(rows: list[dict], text: str) -> dict[str, Any]:
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--model", required=True, help="folder or GGUF file of the model")
     parser.add_argument("--text", required=True, help="what needles are hidden in")
     parser.add_argument("--data", required=True, help="file of questions in SQuAD's format")
@@ -273,7 +273,9 @@ def main() -> None:
     for document in documents:
         key = {"kind": document.kind, "number": document.number}
         left = [each for each in ("full", "nothing", *texts) if not rows.has(method=each, **key)]
-        once = measure.read(document.tokens) if left else None
+        if not left:
+            continue
+        once = measure.read(document.tokens)
         for each in left:
             scores = measure.asked(document, measure.context(each, document, once))
             scores = [round(score, 4) for score in scores]

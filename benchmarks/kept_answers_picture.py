@@ -45,11 +45,11 @@ def draw(axes: Axes, rows: list[dict[str, Any]], panel: str) -> None:
         points = sorted(drawn[name], key=lambda row: row["bytes"])
         at = [100 * row["bytes"] for row in points]
         means = [percent * row[panel]["mean"] for row in points]
-        ends = [[percent * row[panel][end] for row in points] for end in ("low", "high")]
+        low, high = ([percent * row[panel][end] for row in points] for end in ("low", "high"))
         if name == "snapkv, h2o":
             axes.plot(at, means, color=colour, marker=marker, linestyle="", label=name)
         else:
-            axes.fill_between(at, *ends, color=colour, alpha=0.08, linewidth=0)
+            axes.fill_between(at, low, high, color=colour, alpha=0.08, linewidth=0)
             axes.plot(at, means, color=colour, marker=marker, label=name)
     full = next(row for row in rows if row["method"] == "full")
     axes.axhline(percent * full[panel]["mean"], color="grey", linewidth=0.8, label="full cache")
@@ -61,7 +61,7 @@ def draw(axes: Axes, rows: list[dict[str, Any]], panel: str) -> None:
 
 def main() -> None:
     """Draws it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     figure, panels = pyplot.subplots(

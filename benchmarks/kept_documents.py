@@ -75,7 +75,7 @@ class ReadDocument(ReadOnce):
         observed = self._observed[0]
         others = self._size.max_prompt - chosen.shape[2]  # slots without a token
         stays = np.pad(chosen, ((0, 0), (0, 0), (0, others)))[:, None]
-        held = tuple(map(_without_others, observed.held, stays))
+        held = tuple(map(_without_others, observed.held, stays))  # pyright: ignore[reportArgumentType]  # all are readings
         return self._compressed(form, dataclasses.replace(observed, held=held))
 
 
@@ -184,8 +184,7 @@ def bytes_at_rest(
         cache = jax.eval_shape(functools.partial(size.cache, layer, number))
         parts, of_parts = layer_caches(cache), [range(model.kv_heads)]
         if isinstance(layer, kvjax.HeadGroups):
-            places = layer.order[number]
-            of_parts = [[places[head] for head in heads] for heads, _ in layer.groups]
+            of_parts = [heads[number] for heads in layer.heads]
         counts = [
             np.minimum(live[number, list(heads)], part.kv.slots)
             for heads, part in zip(of_parts, parts, strict=True)

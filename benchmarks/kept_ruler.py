@@ -61,7 +61,7 @@ class Measure(Compositions):
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--model", required=True, help="folder or GGUF file of the model")
     parser.add_argument("--text", required=True, help="what needles are hidden in")
     parser.add_argument("--data", required=True, help="file of questions in SQuAD's format")
@@ -89,7 +89,9 @@ def main() -> None:
         for task in tasks:
             case, key = task.cases[number], {"task": task.name, "number": number}
             left = [each for each in (FULL, *METHODS) if not rows.has(method=each, **key)]
-            once = measure.read(case.context) if left else None
+            if not left:
+                continue
+            once = measure.read(case.context)
             for method in left:
                 scores = [
                     task.score(text, case)  # pyright: ignore[reportOptionalCall]  # tasks of RULER have scores

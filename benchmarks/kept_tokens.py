@@ -417,7 +417,7 @@ def run_all(names: Sequence[str], out: Path, follow: Path | None) -> None:
     for name in names:
         fed = None if follow is None else load(follow, name)["fed"]
         arrays = record(method(name, text), text, fed)
-        np.savez_compressed(out / f"{name}.npz", **arrays)
+        np.savez_compressed(out / f"{name}.npz", **arrays)  # pyright: ignore[reportArgumentType]  # no array is named as an option
         live = (arrays["positions_3"] >= 0).sum(-1).mean((1, 2))
         print(f"{name}: live slots per head of the last layer {live[0]:.1f}, {live[-1]:.1f}")
         jax.clear_caches()
@@ -444,7 +444,7 @@ def print_comparison(first: Path, second: Path) -> None:
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder to write to")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--follow", type=Path, help="folder of a run whose tokens are fed")

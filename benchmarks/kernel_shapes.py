@@ -55,7 +55,7 @@ class Inputs(NamedTuple):
     used: jax.Array
 
 
-def normal(seed: int, shape: tuple[int, ...], dtype: str) -> jax.Array:
+def normal(seed: jax.Array | int, shape: tuple[int, ...], dtype: str) -> jax.Array:
     """Normal numbers; Threefry would take longer than all that is measured."""
     return jax.random.normal(jax.random.key(seed, impl="unsafe_rbg"), shape, dtype)
 

@@ -48,7 +48,7 @@ LARGE = 128e6  # bytes of a call, from which on what it reads comes from memory 
 
 def main(arguments: Iterable[str] | None = None) -> dict:
     """Measures every group at every shape, and saves what there is after each."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all of it")
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))

@@ -105,7 +105,7 @@ def answer(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--model", required=True, help="folder of the model, or GGUF file")
     parser.add_argument("--text", help="UTF-8 file")
     parser.add_argument("--limit", type=int, help="questions, pieces and needles, at most")

@@ -167,7 +167,7 @@ def about(args: argparse.Namespace) -> dict[str, str]:
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("what", choices=("memory", "needles"))
     parser.add_argument("--model", required=True, help="folder or GGUF file of the model")
     parser.add_argument("--text", required=True, help="documents, and what needles are hidden in")

@@ -23,7 +23,7 @@ from kvjax.registry import METHODS
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[32, 64, 128, 256, 512, 1024])
     parser.add_argument("--new", type=int, default=16)
     parser.add_argument("--budget", type=float, default=0.25)

@@ -56,7 +56,8 @@ def papers(by_hand: str) -> str:
     entries = []
     for source, methods in methods_of.items():
         references = " ".join((inspect.getdoc(methods[0]) or "").split())
-        author, title = re.search(rf"(\w+) et al\., ([^.]+?), [^.]*{source}", references).groups()
+        reference = re.findall(rf"(\w+) et al\., ([^.]+?), [^.]*{source}", references)
+        author, title = reference[0]
         number = ARXIV.fullmatch(source)
         place = f"    conference:\n      name: {source}"
         if number:

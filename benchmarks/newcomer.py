@@ -73,7 +73,7 @@ def run(command: Sequence[object], cache: Path) -> tuple[dict[str, Any], float]:
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--model", required=True, help="GGUF file or folder")
     parser.add_argument("--work", required=True, help="folder of documents, caches and profiles")
     parser.add_argument("--out", required=True, help="JSON file")

@@ -42,7 +42,7 @@ def write_gate(file: Path) -> None:
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--model", required=True, help="folder or GGUF file of the model")
     parser.add_argument("--text", required=True, help="what needles are hidden in")
     parser.add_argument("--data", required=True, help="file of questions in SQuAD's format")

@@ -93,7 +93,7 @@ class Side:
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--other", type=Path, required=True, help="another checkout")
     parser.add_argument("--models", type=Path, nargs="+", required=True, help="folders, GGUF files")
     parser.add_argument("--text", type=Path, required=True, help="what is read and asked about")

@@ -114,7 +114,7 @@ def in_percent(shares: list[float]) -> float:
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--model", required=True, help="folder or GGUF file of the model")
     parser.add_argument("--text", required=True, help="what needles are hidden in")
     parser.add_argument("--length", type=int, default=1408, help="tokens of a document at most")

@@ -58,7 +58,7 @@ def worker(model_folder: str, text: str, method: str, budget: float, tokens: int
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--model", required=True, help="folder of a Hugging Face model")
     parser.add_argument("--text", required=True, help="UTF-8 file of at least as many tokens")
     parser.add_argument("--tokens", type=int, default=7000)

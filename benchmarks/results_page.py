@@ -747,7 +747,7 @@ def tables(folders: dict[str, Results]) -> tuple[list[Results], dict[str, str]]:
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing")
     args = parser.parse_args()
     folders = {path.parent.name: read_results(path.parent) for path in FOLDER.rglob("cells.jsonl")}

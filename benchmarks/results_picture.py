@@ -85,7 +85,7 @@ def apart(heights: Sequence[float], distance: float = 6.5) -> list[tuple[float, 
 
 def main() -> None:
     """Draws it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     results = read_results(FOLDER)

@@ -34,7 +34,7 @@ BUDGET = 0.05
 COMPILED: list[str] = []  # an entry for each program that XLA compiles
 
 
-def _notice(event: str, duration: float, **details: object) -> None:
+def _notice(event: str, duration_secs: float, **details: object) -> None:
     if event == "/jax/core/compile/backend_compile_duration":
         COMPILED.append(str(details))
 
@@ -136,7 +136,7 @@ def _medians(seconds: dict[str, list[float]]) -> dict[str, Any]:
 
 def main() -> None:
     """Measures the rows that the file does not have yet."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--model", required=True, help="folder or GGUF file")
     parser.add_argument("--text", required=True, help="UTF-8 file of at least 10,000 tokens")
     parser.add_argument("--profile", required=True, help="file of kvjax profile")

@@ -89,7 +89,7 @@ def parts(args: argparse.Namespace) -> dict[str, list[str]]:
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--model", required=True, help="folder or GGUF file of the model")
     parser.add_argument("--text", required=True, help="what RULER's needles are hidden in")
     parser.add_argument("--sample", required=True, help="text from which profiles are made")

@@ -145,7 +145,8 @@ class Recorder(Compiler):
         times.append(time.process_time())
         compiled = lowered.compile()
         times.append(time.process_time())
-        seconds = tuple(after - before for before, after in itertools.pairwise(times))
+        tracing, lowering, compiling = (b - a for a, b in itertools.pairwise(times))
+        seconds = tracing, lowering, compiling
         self.programs.append(Program(program, seconds, compiled.as_text()))
 
 
@@ -155,9 +156,9 @@ def step_row(model: Any, prompt: list[int], method: str) -> dict[str, Any]:
     jax.clear_caches()
     context = kvjax.read(model, [prompt], transform=kvjax.parse(method, BUDGET), max_new=8 * STEPS)
 
-    def seconds() -> float | None:
+    def seconds() -> float:
         options = {"context": context, "max_new_tokens": STEPS + 1, "end_tokens": ()}
-        return kvjax.generate(model, None, **options).tpot_s
+        return kvjax.generate(model, None, **options).tpot_s  # pyright: ignore[reportReturnType]  # there are steps
 
     seconds()
     loop = next(each for each in Recorder.programs if each.group == "loop")
@@ -216,7 +217,7 @@ def compile_row(model: Any, prompt: list[int], method: str, rounds: int) -> dict
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--model", required=True, help="folder of the model")
     parser.add_argument("--out", required=True)
     parser.add_argument("--lengths", type=int, nargs="*", default=[2048, 7900])

@@ -32,7 +32,7 @@ NEW, ROOM = 64, 32  # tokens of an answer and of a question, at most
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--model", required=True, help="folder or GGUF file of the model")
     parser.add_argument("--text", required=True, help="the document")
     parser.add_argument("--lengths", type=int, nargs="*", default=[2048, 7900])

@@ -87,7 +87,6 @@ import contextlib
 import copy
 import dataclasses
 import importlib.metadata
-import itertools
 import json
 import os
 import platform
@@ -234,7 +233,7 @@ def written(text: str, share: float | None) -> str:
     return text if share is None else text.format(share=share, ratio=round(1 - share, 6))
 
 
-def best_scores(scores: Sequence, groups: int, count: int) -> list[list[list[int]]]:
+def best_scores(scores: Sequence | np.ndarray, groups: int, count: int) -> list[list[list[int]]]:
     """Positions of the `count` best tokens of each group of heads, sinks first.
 
     Args:
@@ -251,7 +250,9 @@ def best_scores(scores: Sequence, groups: int, count: int) -> list[list[list[int
     return [[np.flatnonzero(head).tolist() for head in row] for row in kept.reshape(ranked.shape)]
 
 
-def relative_differences(kvpress: Sequence, kvjax: Sequence) -> dict[str, float]:
+def relative_differences(
+    kvpress: Sequence | np.ndarray, kvjax: Sequence | np.ndarray
+) -> dict[str, float]:
     """Median and greatest relative difference of scores."""
     theirs, ours = np.array(kvpress, np.float64), np.array(kvjax, np.float64)
     gap = np.abs(theirs - ours) / np.maximum(np.maximum(theirs, ours), 1e-30)
@@ -675,7 +676,7 @@ SIDES = {"kvpress": Kvpress, "kvjax": Kvjax}
 def peak_bytes() -> int:
     """The greatest resident memory since the model was loaded."""
     status = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status).group(1))
+    return 1024 * int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0])
 
 
 def answer_requests() -> None:
@@ -718,12 +719,12 @@ class Worker:
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
         }
-        self._process = subprocess.Popen(
+        self._process: Any = subprocess.Popen(  # with both pipes
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env=os.environ | cache,
         )  # fmt: skip
 
-    def ask(self, what: str, **request: object) -> dict[str, Any]:
+    def ask(self, what: str, **request: object) -> Any:
         """The answer to a request."""
         self._process.stdin.write(json.dumps({"do": what, **request}) + "\n")
         self._process.stdin.flush()
@@ -873,6 +874,7 @@ class KVzipComparison:
             return
         from kvjax.evaluation import is_right
 
+        methods: dict[str, list[tuple[str, float | None, str]]]
         methods = {side: [("full", None, FULL[side])] for side in SIDES}
         for side, named in KVZIP.items():
             for name, text in named.items():
@@ -991,7 +993,7 @@ def main() -> None:
     if sys.argv[1:2] == ["side"]:
         answer_requests()
         return
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("comparison", choices=("methods", "kvzip"))
     parser.add_argument("--model", required=True, help="folder of a Hugging Face model")
     parser.add_argument("--text", required=True, help="UTF-8 file, longer than the longest prompt")
@@ -1057,7 +1059,8 @@ def main() -> None:
             if "times" in args.parts:
                 comparison.times(args.rounds)
             return
-        for tokens, method in itertools.product(args.tokens, args.methods):
+        every_pair = [(tokens, method) for tokens in args.tokens for method in args.methods]
+        for tokens, method in every_pair:
             share = None if method == "full" else SHARE
             if rows.has(method=method, share=share, tokens=tokens):
                 continue

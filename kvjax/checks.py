@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ MOST_COUNT = 2**31 - 1
 _MOST_NUMBER = float(np.finfo(np.float32).max)  # larger numbers are infinite on a device
 
 
-def check_count(name: str, value: int, minimum: int, most: float = MOST_COUNT) -> None:
+def check_count(name: str, value: object, minimum: int, most: float = MOST_COUNT) -> None:
     """Raises unless `value` is an integer from `minimum` to `most`.
 
     Args:
@@ -139,7 +140,7 @@ def floating(dtype: DTypeLike) -> jnp.dtype:
     return result
 
 
-def as_scale(scale: object) -> float:
+def as_scale(scale: Any) -> float:
     """Returns a scale of logits as a Python number.
 
     The scale is static in a cache. A traced value must not get there, and arrays cannot be compared
@@ -163,7 +164,7 @@ def as_scale(scale: object) -> float:
     return float(scale)
 
 
-def check_logits(window: object, soft_cap: object) -> None:
+def check_logits(window: object, soft_cap: Any) -> None:
     """Raises unless a window and a soft cap are numbers that `init_cache` takes, or None."""
     if window is not None:
         check_count("window", window, 1)

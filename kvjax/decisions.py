@@ -190,7 +190,7 @@ class Keep(Decision):
         """One score per slot and KV head; NaN is the lowest."""
         if self.newest_first:
             return cache.position.astype(jnp.float32)
-        score = self.score.astype(jnp.float32)
+        score = self.score.astype(jnp.float32)  # pyright: ignore[reportOptionalMemberAccess]  # as `check` demands
         if self.reduce == "layer":
             score = over_heads(group_scores(score, cache, "mean"), cache)
         elif score.shape[1] != cache.shape[1]:

@@ -220,7 +220,10 @@ def mesh_of(params: Any) -> Mesh | None:
 
 
 def put(
-    x: np.ndarray | Array, mesh: Mesh | None, *axes: str | None, memory: str | None = None
+    x: np.ndarray | np.number | Array,
+    mesh: Mesh | AbstractMesh | None,
+    *axes: str | None,
+    memory: str | None = None,
 ) -> Array:
     """Puts an array of the host, or of this process, on a mesh or else on the default device.
 
@@ -273,7 +276,7 @@ def by_first_process(mesh: Mesh | None) -> Iterator[bool]:
         yield jax.process_index() == min(processes)
         failed = False
     finally:
-        failed_anywhere = len(processes) > 1 and _any_process(failed, mesh)
+        failed_anywhere = len(processes) > 1 and _any_process(failed, mesh)  # pyright: ignore[reportArgumentType]  # several processes share one
     if failed_anywhere:
         raise OSError("another process of the mesh has failed: its own error says how")
 
@@ -291,13 +294,13 @@ def put_by_rows(x: np.ndarray | Array, mesh: Mesh | None) -> Array:
     return put(x, mesh, None if mesh is None else rows_axis(mesh, len(x)))
 
 
-def divided(x: Array, mesh: Mesh | None, *axes: str | None) -> Array:
+def divided(x: Array, mesh: Mesh | AbstractMesh | None, *axes: str | None) -> Array:
     """Divides the first axes of `x` by axes of the mesh, inside `jit`; nothing without a mesh."""
     if mesh is None:
         return x
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*axes)))
 
 
-def by_rows(x: Array, mesh: Mesh | None) -> Array:
+def by_rows(x: Array, mesh: Mesh | AbstractMesh | None) -> Array:
     """Divides the rows of `x [B, ...]` among the mesh if that is even, inside `jit`."""
     return x if mesh is None else divided(x, mesh, rows_axis(mesh, x.shape[0]))

@@ -107,7 +107,7 @@ class KVJaxLM(TemplateLM):
     ) -> None:
         super().__init__()
         # The harness's command gives a text.
-        self.batch_size = int(batch_size) if str(batch_size).isdigit() else batch_size
+        self.batch_size: Any = int(batch_size) if str(batch_size).isdigit() else batch_size
         self.max_gen_toks = max_gen_toks
         check_count("batch_size", self.batch_size, 1)
         check_count("max_gen_toks", max_gen_toks, 1)
@@ -119,13 +119,15 @@ class KVJaxLM(TemplateLM):
         decoder = from_pretrained(pretrained, dtype=dtype)
         self.model = as_functional(decoder)
         positions = self.model.max_positions
-        self.max_length = positions if max_length is None else max_length
-        if self.max_length is None:
+        if max_length is None:
+            max_length = positions
+        if max_length is None:
             raise ValueError("max_length must be given: the model has no limit of its own")
-        if positions is not None and self.max_length > positions:
+        if positions is not None and max_length > positions:
             raise ValueError(
                 f"max_length must be at most the model's {positions} positions, got {max_length}"
             )
+        self.max_length = max_length
         self.transform = kvjax.calibrated(
             composition, self.model, kept_sample(self.tokenizer, positions),
             document=self.tokenizer,

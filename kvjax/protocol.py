@@ -37,6 +37,7 @@ from kvjax.cache.slots import KVCache, NotAskedFor
 from kvjax.messages import brief
 from kvjax.serialization import named, pytree_node
 from pallas_kernels import Mask
+from pallas_kernels.base.annotations import NoneElsewhere
 
 if TYPE_CHECKING:
     from kvjax.decisions import Decision
@@ -276,8 +277,8 @@ class Chunk(NamedTuple):
     query: Float[Array, "B Q T D"]
     positions: Int[Array, "B T"]
     slots: Int[Array, "B H T"]
-    inputs: Inputs | None
-    received: Float[Array, "B H G S"] | None
+    inputs: Inputs | NoneElsewhere
+    received: Float[Array, "B H G S"] | NoneElsewhere
 
 
 @dataclass(frozen=True)
@@ -468,10 +469,10 @@ class AttentionOptions:
       sinks: one more logit of each query head, in float32; None: there are none.
     """
 
-    scale: float | None = field(default=None, metadata={"static": True})
+    scale: float | NoneElsewhere = field(default=None, metadata={"static": True})
     window: int | None = field(default=None, metadata={"static": True})
     soft_cap: float | None = field(default=None, metadata={"static": True})
-    sinks: Float[Array, " Q"] | None = None
+    sinks: Float[Array, " Q"] | NoneElsewhere = None
 
     @property
     def static(self) -> dict[str, Any]:
@@ -533,8 +534,8 @@ class Step:
     """
 
     rows: Bool[Array, " B"]
-    keys: Float[Array, "B H S D"] | None = None
-    length_before: Int[Array, " B"] | None = None
+    keys: Float[Array, "B H S D"] | NoneElsewhere = None
+    length_before: Int[Array, " B"] | NoneElsewhere = None
     document_length: Int[Array, " B"] | None = None
     rope: Rope | None = None
     moment: Moment = field(metadata={"static": True})
@@ -545,7 +546,7 @@ class Step:
     requested: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def mass(self) -> Float[Array, "B Q S"] | None:
+    def mass(self) -> Float[Array, "B Q S"] | NoneElsewhere:
         """Attention probability that each slot received in a decode step, per query head.
 
         It is `[B, Q, S]` float32, for `Needs.decode_mass`; None at other moments.
@@ -553,7 +554,7 @@ class Step:
         return _asked_for(self.requested, "mass")
 
     @property
-    def query(self) -> Float[Array, "B Q W D"] | None:
+    def query(self) -> Float[Array, "B Q W D"] | NoneElsewhere:
         """Each row's last W queries of this prompt, rotated, oldest first, `[B, Q, W, D]`.
 
         They are for `Needs.query_window` and `query_share`, and are carried across the chunks of a
@@ -563,12 +564,12 @@ class Step:
         return _asked_for(self.requested, "query")
 
     @property
-    def query_position(self) -> Int[Array, "B W"] | None:
+    def query_position(self) -> Int[Array, "B W"] | NoneElsewhere:
         """Positions of `query`, -1 where there were fewer, `[B, W]`."""
         return _asked_for(self.requested, "query_position")
 
     @property
-    def record(self) -> Record | None:
+    def record(self) -> Record | NoneElsewhere:
         """Record that the method's probe has made of a document, for `Needs.probe`.
 
         It is None for prompts that are not documents, such as questions, and at other moments.

@@ -213,9 +213,9 @@ def _register_dataclass(name: str, node: type) -> None:
         static_values = {name: to_json(x) for name, x in zip(static, values, strict=True)}
         return json.dumps({"arrays": arrays, "static": static_values}).encode()
 
-    def build(content: dict[str, Any], children: Iterable[Any]) -> Any:
-        static_values = {name: from_json(x) for name, x in content["static"].items()}
-        return node(**dict(zip(content["arrays"], children, strict=True)), **static_values)
+    def build(aux_data: Any, children: Iterable[Any]) -> Any:
+        static_values = {name: from_json(x) for name, x in aux_data["static"].items()}
+        return node(**dict(zip(aux_data["arrays"], children, strict=True)), **static_values)
 
     jax.export.register_pytree_node_serialization(
         node, serialized_name=name, serialize_auxdata=serialize,

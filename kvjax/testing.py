@@ -235,8 +235,8 @@ class _Case:
         for part, other in zip(layer_caches(first), layer_caches(second), strict=True):
             live = np.asarray(part.kv.live[row])
             for name in ("k", "v"):
-                rows = (np.asarray(getattr(x.kv, name).read()[row]) for x in (part, other))
-                if not np.array_equal(*(x[live] for x in rows)):
+                rows = [np.asarray(getattr(x.kv, name).read()[row])[live] for x in (part, other)]
+                if not np.array_equal(rows[0], rows[1]):
                     self.fail(what.format(name=name))
 
     def kept(self, cache: Cache, row: int) -> list[list[int]]:

@@ -155,6 +155,6 @@ def _open_gguf(path: Path) -> Checkpoint:
         tensors=tensors,
         weights=family.names.weights(config),
         types=readable_types(),
-        read=read,
+        read=read,  # pyright: ignore[reportArgumentType]  # arrays are read in parts, too
         quantised=None if plain else path,
     )

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from kvjax.messages import brief, did_you_mean
+from pallas_kernels.base.annotations import NoneElsewhere
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 """Rotary embeddings that `kvjax.models` computes, by their Hugging Face names."""
@@ -122,7 +123,7 @@ class RopeConfig:
     theta: float = 10000.0
     type: str = "default"
     factor: float = 1.0
-    original_max_positions: int | None = None
+    original_max_positions: int | NoneElsewhere = None
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 """Types of tokens: parts of texts, special tokens, and texts that are never split."""
@@ -64,7 +64,7 @@ def end_tokens(metadata: Mapping[str, Any]) -> list[Any]:
     return sorted({*ends} - {places[text] for text in _no_ends(places)})
 
 
-def _are_texts(tokens: Any) -> bool:
+def _are_texts(tokens: Any) -> TypeGuard[list[str]]:
     return isinstance(tokens, list) and set(map(type, tokens)) <= {str}
 
 

@@ -267,7 +267,7 @@ def _byte_level(
         )
     )
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitting.pattern is None)
-    parts = [pre_tokenizers.Digits(individual_digits=True)] if splitting.digits else []
+    parts: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if splitting.digits else []
     if splitting.pattern is not None:
         parts.append(pre_tokenizers.Split(Regex(splitting.pattern), "isolated"))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*parts, bytes_of])

@@ -55,7 +55,8 @@ def read_optional_number(
     raw: Mapping[str, Any], name: str, default: float | None = None
 ) -> float | None:
     """Reads a number as `read_number` does; null gives None."""
-    return None if raw.get(name, default) is None else read_number(raw, name, default)
+    value = raw.get(name, default)
+    return None if value is None else check_positive(name, value)
 
 
 def read_flag(raw: Mapping[str, Any], name: str, default: bool = False) -> bool:

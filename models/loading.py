@@ -273,7 +273,7 @@ class _Filling:
             ranges: _aligned([stop - start for start, stop in ranges], dtype) for ranges in bounds
         }
 
-    def _bounds(self, index: tuple[slice, ...]) -> tuple[tuple[int, int], ...]:
+    def _bounds(self, index: Any) -> tuple[tuple[int, int], ...]:
         return tuple(part.indices(size)[:2] for part, size in zip(index, self._shape, strict=True))
 
     def fill(self, rows: tuple[range, ...], tensor: _Tensor, start: int) -> int:

@@ -169,5 +169,4 @@ def abstract_parameters(
 ) -> tuple[nnx.GraphDef, dict[ParameterPath, nnx.Variable]]:
     """Returns a decoder without weights: its graph, and its parameters as shapes by path."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=None)))
-    # The parts of a path are names and numbers here: Flax allows any key that can be ordered.
-    return graphdef, dict(nnx.to_flat_state(state))  # pyright: ignore[reportReturnType]
+    return graphdef, dict(nnx.to_flat_state(state))

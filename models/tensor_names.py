@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .config import DecoderConfig
 
-ParameterPath = tuple[str | int, ...]
+ParameterPath = tuple[Any, ...]  # of texts and numbers, for which Flax has a type of its own
 """Path of a parameter in the decoder's NNX state: `("layers", 0, "mlp", "up_proj", "bias")`."""
 
 

@@ -40,7 +40,7 @@ def attention_block(
     return llama.einsum("bhtq,hqd->btd", out, layer.o, axes), (written, ())
 
 
-def kvjax_cache(cfg: Any, transform: kvjax.KVTransform | str, batch: int, **sizes: int) -> Any:
+def kvjax_cache(cfg: Any, transform: kvjax.KVTransform | str, batch: int, **sizes: Any) -> Any:
     """Makes a cache for `prefill`, with `max_prompt` and `max_new` as in `loop_caches`."""
     caches = kvjax.guests.loop_caches(
         functional(cfg, None), transform, batch=batch, dtype=cfg.dtype, **sizes

@@ -7,6 +7,7 @@ and prompts that several methods compress. Each cache then gets the reading of i
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -45,7 +46,7 @@ def can_join(cache: Cache) -> bool:
 def join(
     observer: KVTransform,
     transform: KVTransform,
-    cache: tuple[LayerCache, ...],
+    cache: Sequence[LayerCache],
     slots: int,
     most: int,
     document: Int[Array, " B"] | None,
@@ -115,11 +116,11 @@ def join(
 
 def all_heads_of(transform: KVTransform, cache: Cache) -> AllHeads | None:
     """Returns the state of a layer's method for all heads; None: it has no such method."""
-    if not isinstance(transform, HeadGroups) or transform.whole is None:
+    if not isinstance(transform, HeadGroups) or (whole := transform.whole) is None:
         return None
-    parts = layer_caches(cache)
-    made = jax.eval_shape(lambda: _cache_like(transform.whole, parts[0], transform.kv_heads))
-    states = [_deciding(part, transform) for part in parts]
+    parts, kv_heads = layer_caches(cache), transform.kv_heads
+    made = jax.eval_shape(functools.partial(_cache_like, whole, parts[0], kv_heads))
+    states = [_deciding(part, whole) for part in parts]
     state = jax.tree.map(_join_state, made.state, *states)
     return state, jnp.concatenate([jnp.asarray(heads) for heads in transform.heads_in(parts)])
 
@@ -165,17 +166,19 @@ def cut(transform: KVTransform, cache: Cache, reading: Reading) -> Cache:
     Returns:
       The cache after the prompt. Rows that were stored stay as they are, bit for bit.
     """
+    parts = layer_caches(cache)
     if not isinstance(transform, HeadGroups):
-        return compress(_with_slots_as_read(_reading_of(cache, reading), reading.kv))
-    if reading.transform != transform.whole:
-        heads_of_parts = zip(cache, transform.heads_in(cache), strict=True)
+        return compress(_with_slots_as_read(_reading_of(parts[0], reading), reading.kv))
+    whole = transform.whole
+    if whole is None or reading.transform != whole:
+        heads_of_parts = zip(parts, transform.heads_in(parts), strict=True)
         of_parts = (_reading_of(part, of_heads(reading, heads)) for part, heads in heads_of_parts)
         return tuple(compress(_with_slots_as_read(of_part, reading.kv)) for of_part in of_parts)
     after, start = [], 0
-    for part in layer_caches(cache):
+    for part in parts:
         heads = range(start, start + part.kv.shape[1])
         start = heads.stop
-        after.append(stored(_decided_reading_of(part, transform, heads, reading)))
+        after.append(stored(_decided_reading_of(part, whole, heads, reading)))
     return tuple(after)
 
 
@@ -263,17 +266,17 @@ def _first_slots(kv: KVCache, slots: int) -> KVCache:
 
 
 def _decided_reading_of(
-    part: LayerCache, transform: HeadGroups, heads: range, decided: Reading
+    part: LayerCache, whole: KVTransform, heads: range, decided: Reading
 ) -> Reading:
     """Cuts the decision of the method for all heads to the rectangle of some of them."""
     reading = _reading_of(part, of_heads(decided, heads))
     kv = _first_slots(reading.kv, part.kv.capacity)
     changed = jax.tree.map(
-        lambda whole, of_part: _cut_state(whole, of_part, heads),
-        decided.cache.state, _deciding(part, transform),
+        lambda x, of_part: _cut_state(x, of_part, heads),
+        decided.cache.state, _deciding(part, whole),
     )  # fmt: skip
-    others = states_of_parts(part.transform, part.state)[len(parts_of(transform.whole)) :]
-    states = (*states_of_parts(transform.whole, changed), *others)
+    others = states_of_parts(part.transform, part.state)[len(parts_of(whole)) :]
+    states = (*states_of_parts(whole, changed), *others)
     state = state_of_parts(part.transform, states)
     return dataclasses.replace(
         reading, cache=dataclasses.replace(reading.cache, kv=kv, state=state)
@@ -290,9 +293,8 @@ def _cache_like(transform: KVTransform, part: LayerCache, kv_heads: int) -> Cach
     )  # fmt: skip
 
 
-def _deciding(part: LayerCache, transform: HeadGroups) -> State:
+def _deciding(part: LayerCache, whole: KVTransform) -> State:
     """Returns the state of a group's method, without those of parts that store, index or place."""
-    whole = transform.whole
     states = states_of_parts(part.transform, part.state)[: len(parts_of(whole))]
     return state_of_parts(whole, states)
 

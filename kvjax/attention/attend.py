@@ -16,7 +16,7 @@ from kvjax.attention.call import Call, Tokens, query_heads
 from kvjax.attention.flush import flushed_before_step, flushed_behind_prompt
 from kvjax.attention.layer import (
     Cache,
-    LayerCache,
+    Part,
     Reading,
     check_layer_cache,
     for_keeping,
@@ -232,7 +232,7 @@ def _attend_placed(cache: Cache, tokens: Tokens, call: Call) -> tuple[Array, Cac
     inputs = jax.tree.map(lambda _: by_row, tokens.inputs)
     specs = (
         cache_specs(cache),
-        Tokens(by_head, keys, values, by_row, predicted, inputs),
+        Tokens._make((by_head, keys, values, by_row, predicted, inputs)),
         dataclasses.replace(
             call, rope=rope_specs(call.rope, rows), options=sinks_specs(call.options, heads)
         ),
@@ -326,10 +326,12 @@ def _attend_layer(cache: Cache, tokens: Tokens, call: Call) -> tuple[Array, Cach
     return jnp.concatenate(outs, axis=1)[:, back], tuple(caches)
 
 
-def _attend_rectangle(
-    cache: LayerCache | Reading, tokens: Tokens, call: Call
-) -> tuple[Array, LayerCache | Reading]:
-    """Makes a decode step, or reads a chunk of a prompt, which the last one completes."""
+def _attend_rectangle(cache: Any, tokens: Tokens, call: Call) -> tuple[Array, Part]:
+    """Makes a decode step, or reads a chunk of a prompt, which the last one completes.
+
+    Args:
+      cache: of one rectangle; a reading where `tokens` and `call` are for one.
+    """
     like = tokens.q, tokens.k, tokens.v
     if tokens.k is None:
         if call.phase == "decode":
@@ -505,7 +507,7 @@ def _check_queries_alone(cache: Cache, phase: Phase) -> None:
         )
 
 
-def _check_probe(transform: KVTransform, cache: LayerCache | Reading) -> None:
+def _check_probe(transform: KVTransform, cache: Part) -> None:
     """Raises ValueError unless tokens may look at a prompt now."""
     if transform.needs.reposition:
         raise ValueError(

@@ -15,6 +15,7 @@ from kvjax.cache.rope import Rope
 from kvjax.cache.slots import KVCache, ranks
 from kvjax.compose.wrappers import Heads
 from kvjax.protocol import AttentionOptions, Inputs, Needs, Phase
+from pallas_kernels.base.annotations import NoneElsewhere
 
 
 class Tokens(NamedTuple):
@@ -29,8 +30,8 @@ class Tokens(NamedTuple):
     """
 
     q: Float[Array, "B Q T D"]
-    k: Float[Array, "B H T D"] | None
-    v: Float[Array, "B H T D"] | None
+    k: Float[Array, "B H T D"] | NoneElsewhere
+    v: Float[Array, "B H T D"] | NoneElsewhere
     positions: Int[Array, "B T"]
     predicted: Float[Array, "B Q T D"] | None = None
     inputs: Inputs | None = None
@@ -42,8 +43,10 @@ class Tokens(NamedTuple):
         k, v = (None if x is None else x[:, kv] for x in (self.k, self.v))
         return self._replace(q=self.q[:, query], k=k, v=v, predicted=predicted)
 
-    def rotated(self, rope: Rope) -> Tokens:
-        """The tokens with queries and keys rotated at their positions."""
+    def rotated(self, rope: Rope | None) -> Tokens:
+        """The tokens with queries and keys rotated at their positions; None: as they are."""
+        if rope is None:
+            return self
         q, k, predicted = (
             None if x is None else rope.rotate(x, self.positions)
             for x in (self.q, self.k, self.predicted)
@@ -65,7 +68,7 @@ class Call:
       implementation: of the operations in `pallas_kernels` (static).
     """
 
-    rope: Rope | None
+    rope: Rope | NoneElsewhere
     options: AttentionOptions
     phase: Phase = field(metadata={"static": True})
     last: bool = field(metadata={"static": True})

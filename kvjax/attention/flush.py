@@ -12,7 +12,6 @@ from jaxtyping import Array, Bool, Int
 
 from kvjax.attention.call import key_positions
 from kvjax.attention.layer import (
-    Cache,
     Clock,
     LayerCache,
     check_caches,
@@ -84,7 +83,7 @@ def flush(caches: Caches, steps: int | None = None, implementation: str | None =
     )
 
 
-def flush_interval(caches: Cache | tuple[Cache, ...]) -> int | None:
+def flush_interval(caches: object) -> int | None:
     """Returns the number of decode steps after which the caches must be flushed; None: never.
 
     It is the least of all layers' intervals. Caches that flush themselves have none. It is a Python
@@ -150,7 +149,7 @@ def self_flushing(caches: Caches) -> Caches:
         if cache.kv.interval is None or cache.clock is not None:
             return cache
         waiting = jnp.zeros_like(cache.kv.length)
-        return dataclasses.replace(cache, clock=Clock(waiting, interval))
+        return dataclasses.replace(cache, clock=Clock(waiting, interval))  # pyright: ignore[reportArgumentType]  # as this cache has one
 
     return map_parts(with_clock, caches)
 
@@ -172,7 +171,7 @@ def flushed_before_step(
     if clock is None:
         return cache
     due = (clock.waiting + tokens > clock.interval).any()
-    cache = _flush_if(due, cache, implementation, *arrays)
+    cache = _flush_if(due, cache, clock.interval, implementation, *arrays)
     waiting = jnp.where(due, 0, clock.waiting) + tokens
     return dataclasses.replace(cache, clock=dataclasses.replace(clock, waiting=waiting))
 
@@ -184,16 +183,20 @@ def flushed_behind_prompt(
     clock = cache.clock
     if clock is None:
         return cache
-    cache = _flush_if(~rows.all(), cache, implementation, *arrays)
+    cache = _flush_if(~rows.all(), cache, clock.interval, implementation, *arrays)
     clock = dataclasses.replace(clock, waiting=jnp.zeros_like(clock.waiting))
     return dataclasses.replace(cache, clock=clock)
 
 
 def _flush_if(
-    due: Bool[Array, ""], cache: LayerCache, implementation: str | None, *arrays: Array
+    due: Bool[Array, ""],
+    cache: LayerCache,
+    steps: int,
+    implementation: str | None,
+    *arrays: Array,
 ) -> LayerCache:
     def flush_now(cache: LayerCache) -> LayerCache:
-        return varying(_flush(cache, cache.clock.interval, implementation), *arrays)
+        return varying(_flush(cache, steps, implementation), *arrays)
 
     return jax.lax.cond(due, flush_now, lambda cache: cache, varying(cache, *arrays))
 

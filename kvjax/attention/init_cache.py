@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.export
@@ -105,9 +106,9 @@ def init_cache(
     """
     check_transform(transform, "init_cache")
     query_heads = kv_heads if query_heads is None else query_heads
-    counts = {"kv_heads": kv_heads, "query_heads": query_heads}
-    if not jax.export.is_symbolic_dim(batch):
-        counts |= {"batch": batch}
+    counts = {"kv_heads": kv_heads, "query_heads": query_heads, "batch": batch}
+    if jax.export.is_symbolic_dim(counts["batch"]):
+        del counts["batch"]
     for name, value in (counts | {"head_dim": head_dim, "max_prompt": max_prompt}).items():
         check_count(name, value, 1)
     check_count("max_new", max_new, 0)
@@ -140,7 +141,7 @@ def init_cache(
     mesh = None if mesh is None else check_mesh(mesh)
     if isinstance(transform, HeadGroups):
         transform.check_heads(kv_heads)
-        same = {"batch": batch, "head_dim": head_dim, "max_prompt": max_prompt}
+        same: dict[str, Any] = {"batch": batch, "head_dim": head_dim, "max_prompt": max_prompt}
         same |= {"max_new": max_new, "dtype": dtype, "layer": layer, "max_length": max_length}
         same |= {"scale": scale, "window": window, "soft_cap": soft_cap, "rope": rope}
         group, whole = query_heads // kv_heads, Placement.of(mesh, kv_heads, divisible=False)
@@ -149,7 +150,7 @@ def init_cache(
             for heads, tx in transform.groups
         )
         caches = tuple(
-            dataclasses.replace(cache, placement=whole, group_heads=heads)
+            dataclasses.replace(cache, placement=whole, group_heads=heads)  # pyright: ignore[reportArgumentType]  # each has one rectangle
             for cache, (heads, _) in zip(made, transform.groups, strict=True)
         )
         if transform.order is None:
@@ -173,7 +174,7 @@ def init_cache(
     )  # fmt: skip
     if needs.accumulated_attention:
         kv = kv.with_column("attention", jnp.zeros((*kv.shape, kv.group), jnp.float32))
-    kv, state = transform.init(kv, layer)
+    kv, state = transform.init(kv, layer)  # pyright: ignore[reportArgumentType]  # `check_count` has seen a number
     if _writes_often(transform, kv):
         kv = with_remainders(kv)
     last_queries = None

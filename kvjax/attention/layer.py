@@ -19,6 +19,7 @@ from kvjax.compose.chain import parts_of
 from kvjax.devices import Placement
 from kvjax.protocol import AttentionOptions, KVTransform, Phase, Stage, State, takes_part
 from kvjax.serialization import pytree_node
+from pallas_kernels.base.annotations import NoneElsewhere
 
 T = TypeVar("T")
 
@@ -117,7 +118,7 @@ class LayerCache:
     max_length: int = field(metadata={"static": True})
     options: AttentionOptions
     placement: Placement | None = field(default=None, metadata={"static": True})
-    group_heads: tuple[int, ...] | None = field(default=None, metadata={"static": True})
+    group_heads: tuple[int, ...] | NoneElsewhere = field(default=None, metadata={"static": True})
     clock: Clock | None = None
 
 
@@ -149,9 +150,9 @@ class Reading:
     rows: Bool[Array, " B"]
     length_before: Int[Array, " B"]
     document_length: Int[Array, " B"] | None
-    queries: QueryWindow | None
+    queries: QueryWindow | NoneElsewhere
     record: Record | None
-    rope: Rope | None
+    rope: Rope | NoneElsewhere
     options: AttentionOptions
     phase: Phase | None = field(default=None, metadata={"static": True})
 
@@ -201,12 +202,12 @@ Part = LayerCache | Reading  # one rectangle of slots
 Cache = Part | tuple[Part, ...]  # a tuple: one per head group
 
 
-def layer_caches(caches: Cache | tuple[Cache, ...]) -> list[LayerCache]:
+def layer_caches(caches: object) -> list[LayerCache]:
     """Lists the rectangles of slots in the caches of one layer or of several, in order."""
     return jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, Part))
 
 
-def map_parts(function: Callable[[Any], Any], caches: Cache | tuple[Cache, ...]) -> Any:
+def map_parts(function: Callable[[Any], Any], caches: object) -> Any:
     """Applies `function` to each rectangle of slots in the caches of one layer or of several."""
     return jax.tree.map(function, caches, is_leaf=lambda x: isinstance(x, Part))
 

@@ -62,7 +62,7 @@ def has_rows(cache: Part) -> Part:
             cache, cache=whole, stored=stored, rows=True, length_before=True,
             document_length=every(cache.document_length), queries=queries,
             record=every(cache.record), rope=rope, options=options,
-        )  # pyright: ignore[reportArgumentType]  # fmt: skip
+        )  # fmt: skip
     kv = cache.kv
     flags = _rows_of_state(
         cache.transform, kv.shape[1] // kv.unfolded, kv.shape[1] * kv.group, kv.k.shape[3],
@@ -120,7 +120,7 @@ def cache_specs(cache: Cache) -> Cache:
 
 def _specs(cache: Part) -> Part:
     placement = cache.placement
-    return divided_by(cache, placement.rows_axis(cache.kv.shape[0]), placement.heads_axis)
+    return divided_by(cache, placement.rows_axis(cache.kv.shape[0]), placement.heads_axis)  # pyright: ignore[reportOptionalMemberAccess]  # it is divided among devices
 
 
 def divided_by(cache: Part, rows: Any, heads: Any) -> Part:
@@ -136,7 +136,8 @@ def divided_by(cache: Part, rows: Any, heads: Any) -> Part:
 
     specs = jax.tree.map(spec, cache, has_rows(cache))
     changed = {"rope": rope_specs(cache.rope, rows), "options": sinks_specs(cache.options, heads)}
-    window = QueryWindow(P(rows, heads), P(rows))  # the number of its queries may be that of heads
+    # The number of its queries may be that of heads.
+    window = QueryWindow._make((P(rows, heads), P(rows)))
     if isinstance(cache, Reading):
         queries = None if cache.queries is None else window
         whole = divided_by(cache.cache, rows, heads)
@@ -147,7 +148,7 @@ def divided_by(cache: Part, rows: Any, heads: Any) -> Part:
 
 
 def on_each_device(
-    function: Callable[..., tuple], placement: Placement, args: tuple, specs: tuple, out: Callable
+    function: Callable[..., Any], placement: Placement, args: tuple, specs: tuple, out: Callable
 ) -> Any:
     """Calls a function of arrays on each device's part of them.
 

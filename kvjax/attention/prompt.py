@@ -80,7 +80,7 @@ def read(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B 
       The output, `[B, Q, T, D]` in the dtype of q, and the reading with the chunk in it.
     """
     kv, needs, positions = reading.kv, reading.transform.needs, tokens.positions
-    if call.rope is not None and not needs.unrotated_keys:
+    if not needs.unrotated_keys:
         tokens = tokens.rotated(call.rope)
     q = tokens.q
     if kv.slots <= kv.capacity:  # no earlier chunk has made room for the whole prompt
@@ -97,11 +97,11 @@ def read(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B 
     notes_sums = record is not None and needs.probe.received
     if needs.accumulated_attention or notes_sums:
         out, _, sums = prompt_attention_and_sums(*args, sinks=sinks, **options)
+        if needs.accumulated_attention:
+            kv = add_attention(kv, sums.reshape(q.shape[0], -1, kv.slots))
     else:
         out, lse = prompt_attention(*args, **options)
         _, out = join_elsewhere(Elsewhere.sinks(sinks, grouped), lse, out)
-    if needs.accumulated_attention:
-        kv = add_attention(kv, sums.reshape(q.shape[0], -1, kv.slots))
     queries = reading.queries
     if queries is not None:
         queries = queries.add(q, positions)
@@ -119,7 +119,7 @@ def read(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B 
 def read_only(reading: Reading, tokens: Tokens, call: Call) -> Float[Array, "B Q T D"]:
     """Attends to the prompt so far: queries alone, of which the transform takes no notice."""
     kv, needs, positions = reading.kv, reading.transform.needs, tokens.positions
-    if call.rope is not None and not needs.unrotated_keys:
+    if not needs.unrotated_keys:
         tokens = tokens.rotated(call.rope)
     q, keys = tokens.q, kv.k.read()
     if needs.unrotated_keys:
@@ -158,8 +158,7 @@ def look(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B 
     """
     reading = before_look(reading)
     kv, positions, options = reading.kv, tokens.positions, call.kernel_options
-    if call.rope is not None:
-        tokens = tokens.rotated(call.rope)
+    tokens = tokens.rotated(call.rope)
     k, v = kv.unfold(tokens.k), kv.unfold(tokens.v)
     q = tokens.q.reshape(tokens.q.shape[0], kv.shape[1], -1, *tokens.q.shape[2:])
     keys = kv.k.read()

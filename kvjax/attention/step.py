@@ -22,6 +22,7 @@ from kvjax.compose.chain import decide_parts
 from kvjax.protocol import Needs, Step, View, on_request, selected_by
 from pallas_kernels import Queries, Seen, Turn, decode_attention
 from pallas_kernels.attention.call import Elsewhere, join_elsewhere
+from pallas_kernels.base.annotations import NoneElsewhere
 
 
 def decode(
@@ -51,7 +52,7 @@ def decode(
     if call.repeats and mass is not None:
         mass = jnp.where((added >= 0).any(1)[:, None, None], mass, 0.0)
     if needs.accumulated_attention:
-        kv = add_attention(kv, mass)
+        kv = add_attention(kv, mass)  # pyright: ignore[reportArgumentType]  # which is asked for
     # A method that observes queries goes on with those of decoding.
     window = None if cache.window is None else cache.window.add(q, added)
     query, query_position = window or (None, None)
@@ -68,7 +69,7 @@ def _prepared(needs: Needs, tokens: Tokens, call: Call) -> Tokens:
     """Returns the tokens as a transform sees them: rotated, if keys are stored so."""
     if not needs.predicted_query:
         tokens = tokens._replace(predicted=None)
-    if call.rope is not None and not needs.unrotated_keys:
+    if not needs.unrotated_keys:
         tokens = tokens.rotated(call.rope)
     return tokens
 
@@ -112,7 +113,7 @@ def attend_only(cache: LayerCache, tokens: Tokens, call: Call) -> Float[Array, "
 
 def _attention(
     needs: Needs, view: View, q: Array, rotation: Turn | None, positions: Array, call: Call
-) -> tuple[Float[Array, "B Q T D"], Float[Array, "B Q S"] | None]:
+) -> tuple[Float[Array, "B Q T D"], Float[Array, "B Q S"] | NoneElsewhere]:
     """Returns the output and, where needed, the probability of each slot per query head."""
     kv, index = view.cache, view.index
     lists = kv.shape[1] if index is None else index.shape[1]
@@ -124,7 +125,7 @@ def _attention(
     keys, values = kv.k, kv.v
     if view.rows is not None:
         (keys, values), seen = map(Dense, view.rows), seen.listed()
-    out, probabilities = keys.attention(values, Queries(grouped, positions), seen, **options)
+    out, probabilities = keys.attention(values, Queries(grouped, positions), seen, **options)  # pyright: ignore[reportArgumentType]  # both are of one kind
     mass = None
     if asked:
         mass = view.to_slots(probabilities.sum(3)).reshape(q.shape[0], -1, kv.slots)

@@ -128,7 +128,7 @@ def rows_budget(
     if isinstance(budget, int | np.integer):
         return jnp.full(length.shape, budget, jnp.int32)
     if isinstance(budget, HeadShares):
-        return budget.slots(table, length, max_length)
+        return budget.slots(table, length, max_length)  # pyright: ignore[reportArgumentType]  # its heads' shares
     if isinstance(table, tuple):
         table = jnp.asarray(slots_for(budget, np.arange(max_length + 1), minimum))
     return table[jnp.minimum(length, table.size - 1)].astype(jnp.int32)

@@ -33,6 +33,7 @@ from kvjax.cache.rope import Rope
 from kvjax.serialization import pytree_node
 from pallas_kernels import Mask, Queries, Seen, decode_attention, gather_attention, segment_sum
 from pallas_kernels.attention.call import Elsewhere, join_elsewhere
+from pallas_kernels.base.annotations import NoneElsewhere
 from pallas_kernels.base.rows import take_slots
 
 T = TypeVar("T")
@@ -261,7 +262,7 @@ class Payload(Protocol):
         elsewhere: Elsewhere | None = None,
         probabilities: bool,
         implementation: str | None,
-    ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T N"] | None]:
+    ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T N"] | NoneElsewhere]:
         """Returns the output of attention and, if asked for, the probability of each slot.
 
         Attention is to all slots (K = H, N = S), or to the N slots of each of K lists where `seen`
@@ -334,7 +335,7 @@ class Dense:
         *,
         elsewhere: Elsewhere | None = None,
         **options,
-    ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T N"] | None]:
+    ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T N"] | NoneElsewhere]:
         """Returns the output and, if asked for, the probability of each slot or list entry."""
         attend = decode_attention if seen.index is None else gather_attention
         out, lse, probabilities = attend(queries, self.data, values.data, seen, mask, **options)
@@ -438,7 +439,7 @@ class RowPayload(ABC):
 
     def attention(
         self, values: RowPayload, queries: Queries, seen: Seen, mask: Mask, **options
-    ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T N"] | None]:
+    ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T N"] | NoneElsewhere]:
         """Attends to decoded rows: all of them, or those of a selection alone."""
         index = None if seen.index is None else jnp.maximum(seen.index, 0)
         keys, dense_values = Dense(self.read(index)), Dense(values.read(index))

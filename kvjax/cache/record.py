@@ -75,7 +75,8 @@ class Record:
 
     def specs(self, rows: Any, heads: Any) -> Record:
         """Returns the partition specs of the arrays, whose rows and heads these axes divide."""
-        return Record(
-            dict.fromkeys(self.slots, PartitionSpec(rows, heads)),
-            dict.fromkeys(self.rows, PartitionSpec(rows)),
+        return dataclasses.replace(
+            self,
+            slots=dict.fromkeys(self.slots, PartitionSpec(rows, heads)),
+            rows=dict.fromkeys(self.rows, PartitionSpec(rows)),
         )

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.payload import Dense, Payload, write_slots
 from kvjax.serialization import pytree_node
+from pallas_kernels.base.annotations import NoneElsewhere
 
 FREE = -1  # the position of a free slot, and of a padding token
 NEG_INF = float("-inf")
@@ -117,9 +118,9 @@ class KVCache:
     heads: int = _static()
     group: int = _static(1)
     unfolded: int = _static(1)
-    interval: int | None = _static(None)
+    interval: int | NoneElsewhere = _static(None)
     unrotated_keys: bool = _static(False)
-    lists: tuple[int, int] | None = _static(None)
+    lists: tuple[int, int] | NoneElsewhere = _static(None)
     withheld: tuple[str, ...] = _static(())
 
     @property
@@ -214,13 +215,13 @@ def empty_cache(
     capacity: int,
     *,
     dtype: DTypeLike,
-    **static: int | bool | None,
+    **static: Any,
 ) -> KVCache:
     """Makes a cache of `capacity` free slots per row and KV head, with these `static` fields."""
     shape = (batch, kv_heads, capacity)
     return KVCache(
-        k=Dense(jnp.zeros((*shape, head_dim), dtype)),
-        v=Dense(jnp.zeros((*shape, head_dim), dtype)),
+        k=Dense(jnp.zeros((*shape, head_dim), dtype)),  # pyright: ignore[reportArgumentType]  # it attends with its like
+        v=Dense(jnp.zeros((*shape, head_dim), dtype)),  # pyright: ignore[reportArgumentType]  # it attends with its like
         position=jnp.full(shape, FREE, jnp.int32),
         log_mass=jnp.full(shape, NEG_INF, jnp.float32),
         columns={},
@@ -382,7 +383,7 @@ def _first(slots: Bool[Array, "B H S"]) -> Int[Array, "B H"]:
     return jax.lax.argmax(padded, 2, jnp.int32)
 
 
-def slot_numbers(shape: tuple[int, int, int]) -> Int[Array, "B H S"]:
+def slot_numbers(shape: tuple[int, ...]) -> Int[Array, "B H S"]:
     """Returns the number of every slot, `0 ... S - 1` in each row and head."""
     return jax.lax.broadcasted_iota(jnp.int32, shape, 2)
 

@@ -138,7 +138,7 @@ class InOrder:
 
 def write(
     model: Any,
-    prompts: Sequence[Sequence[int]] | None,
+    prompts: Sequence[Sequence[int] | None] | None,
     rows: Sequence[Row],
     *,
     streaming: bool,

@@ -138,9 +138,9 @@ def _run_file(name: str) -> None:
     if not Path(name).is_file():
         raise FileNotFoundError("there is no such file")
     spec = importlib.util.spec_from_file_location(name, name)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # pyright: ignore[reportArgumentType]  # paths that end in .py have one
     try:
-        spec.loader.exec_module(module)
+        spec.loader.exec_module(module)  # pyright: ignore[reportOptionalMemberAccess]  # and a loader
     except BaseException:
         # A module that failed half-way must not look imported.
         del sys.modules[name]

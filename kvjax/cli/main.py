@@ -67,12 +67,12 @@ def _flushed() -> Iterator[None]:
     try:
         yield
     finally:
-        try:
-            if sys.stdout is not None:
+        if sys.stdout is not None:
+            try:
                 sys.stdout.flush()
-        except OSError:
-            _discard(sys.stdout)
-            raise
+            except OSError:
+                _discard(sys.stdout)
+                raise
 
 
 def _message(error: BaseException) -> str:

@@ -211,11 +211,12 @@ class Room(NamedTuple):
     @classmethod
     def of(cls, context: kvjax.Context, positions: int | None) -> Room:
         """Returns the room that a context of one row has; `positions` are the model's."""
-        unbounded = positions is None or repositions(context.layers)
         return cls(
             context.max_prompt - int(context.prompt_tokens[0]),
             context.max_new - int(context.new_tokens[0]),
-            None if unbounded else positions - int(context.length[0]),
+            None
+            if positions is None or repositions(context.layers)
+            else positions - int(context.length[0]),
         )
 
     def after(self, prompt: Sequence[int]) -> int:

@@ -11,7 +11,7 @@ from kvjax.budgets.budgets import slots_for
 from kvjax.checks import check_count
 from kvjax.compose.by_head import ByHead
 from kvjax.compose.walks import map_methods, walk
-from kvjax.protocol import KVTransform, check_transform
+from kvjax.protocol import KVTransform, MethodHeads, check_transform
 
 
 def in_slots(transform: KVTransform, tokens: int) -> KVTransform:
@@ -50,11 +50,11 @@ class _InSlots:
     tokens: int
     shared: frozenset[KVTransform]  # by `ByHead`
 
-    def __call__(self, method: KVTransform, heads: tuple[int, ...] | None) -> KVTransform:
+    def __call__(self, method: KVTransform, heads: MethodHeads) -> KVTransform:
         budget = getattr(method, "budget", None)
         if not isinstance(budget, float | np.floating) or method in self.shared:
             return method
         minimum = getattr(method, "minimum", 1)
-        slots = max(int(slots_for(budget, self.tokens, minimum)), minimum)
+        slots = max(int(slots_for(budget, self.tokens, minimum)), minimum)  # pyright: ignore[reportArgumentType]  # a float of NumPy is none for the checker
         slots -= slots % getattr(method, "page", 1)  # Quest takes whole pages
         return dataclasses.replace(method, budget=slots)

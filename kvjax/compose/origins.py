@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 from kvjax.compose.walks import walk
 from kvjax.files import VERSION
@@ -86,18 +86,19 @@ def source_of(method: type[KVTransform]) -> str | None:
         place = getattr(module, "__file__", None)
         if name in names and (place is None or not os.path.isfile(place)):
             return None
-        if name in sources or not _is_own(name, place, packages):
+        if name in sources or not _is_own(place, name, packages):
             continue
         sources[name] = Path(place).read_bytes()
-        waiting.extend(_imports(module, sources[name]))
+        waiting.extend(_imports(module, sources[name]))  # pyright: ignore[reportArgumentType]  # it has a file
     return _checksum(*(sources[name] for name in sorted(sources))) if sources else ""
 
 
-def _is_own(name: str, place: str | None, packages: set[str]) -> bool:
+def _is_own(place: str | None, name: str, packages: set[str]) -> TypeGuard[str]:
     """Returns whether a module belongs to a method of one's own: see `source_of`.
 
     Args:
       place: its file.
+      name: its name.
       packages: names of the outermost packages of the method's classes.
     """
     package = name.partition(".")[0]

@@ -416,7 +416,7 @@ def _is_group(part: object) -> bool:
     return all(isinstance(head, int) for head in part[0])
 
 
-def check_evicts(base: object, name: str) -> None:
+def check_evicts(base: Any, name: str) -> None:
     """Raises unless `base` evicts tokens, of which a wrapper can see which ones go.
 
     Raises:

@@ -75,7 +75,7 @@ def drop_compiled_code() -> None:
     """
     total = _read_table(_MEMORY, "MemTotal")
     used = _read_table(_STATUS, "VmRSS")
-    if None not in (used, total) and used > total // 2:
+    if used is not None and total is not None and used > total // 2:
         compiled_code.clear_compiled_functions()
         compiled_code.give_back_freed()
     else:

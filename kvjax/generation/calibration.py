@@ -48,7 +48,7 @@ SAMPLE_TEXTS = 3  # pieces of a text that are the sample of what is kept
 KEPT = "calibrations"  # folder in the user's cache
 
 Texts = Sequence[Sequence[int]]
-OnMade = Callable[[KVTransform, float], None]
+OnMade = Callable[[Learner, float], None]
 """Is called with a method whose calibration has been made, and the seconds that it took."""
 
 
@@ -413,7 +413,7 @@ def _plain(method: KVTransform, heads: MethodHeads) -> KVTransform:
     return method
 
 
-def sample_of(text: Sequence[int], max_positions: int | None) -> list[list[int]]:
+def sample_of(text: Sequence[int] | np.ndarray, max_positions: int | None) -> list[list[int]]:
     """Cuts a long text into a sample for profiles: three pieces of up to 1,024 tokens.
 
     They come from all over the text. A model with few positions gets shorter ones, since

@@ -28,6 +28,7 @@ from kvjax.generation.compiler import Compiler
 from kvjax.generation.fingerprints import Fingerprint
 from kvjax.generation.new_caches import CacheSize
 from kvjax.protocol import Full, KVTransform
+from pallas_kernels.base.annotations import NoneElsewhere
 
 
 @jax.tree_util.register_dataclass
@@ -85,7 +86,7 @@ class Context:
     size: CacheSize = field(metadata={"static": True})
     windows: tuple[int | None, ...] = field(metadata={"static": True})
     awake_sizes: tuple[LayerSizes, ...] | None = field(default=None, metadata={"static": True})
-    fingerprint: Fingerprint | None = field(default=None, metadata={"static": True})
+    fingerprint: Fingerprint | NoneElsewhere = field(default=None, metadata={"static": True})
 
     def check_there(self) -> None:
         """Raises ValueError if a call with `donate=True` has taken the context's memory over."""

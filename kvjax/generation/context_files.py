@@ -28,7 +28,7 @@ from kvjax.generation.calibration import from_arrays, others_of
 from kvjax.generation.context import Context
 from kvjax.generation.fingerprints import Fingerprint, describe_tokenizer, differences
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
-from kvjax.generation.new_caches import CacheSize
+from kvjax.generation.new_caches import CacheSize, abstract_array
 from kvjax.generation.prompt_checks import check_context, check_same_model
 from kvjax.generation.prompt_pass import cache_shapes
 from kvjax.messages import brief, quiet
@@ -196,7 +196,9 @@ def load_context(
         transform = _with_calibrations(method, content["calibrations"], arrays)
         size = CacheSize(**content["size"])
         layers = bind(transform, functional.num_layers, functional.windows, size.max_tokens)
-        held = [tuple(RestSizes(*map(int, part)) for part in layer) for layer in content["held"]]
+        held = [
+            tuple(RestSizes._make(map(int, part)) for part in layer) for layer in content["held"]
+        ]
         shapes = _context_shapes(functional, transform, layers, size, held, fingerprint)
     expected = jax.tree.leaves(shapes)
     stored = [arrays[name] for name in sorted(arrays) if name.isdigit()]
@@ -310,19 +312,17 @@ def _remove_all_but(folder: Path, kept: str) -> None:
 def _checkpointer() -> Iterator[ocp.Checkpointer]:
     """Opens Orbax's checkpointer, without its log lines; it waits for no other process."""
     this = jax.process_index()
-    alone = {
-        "multiprocessing_options": ocp.options.MultiprocessingOptions(
-            primary_host=this, active_processes={this}, barrier_sync_key_prefix=f"kvjax{this}"
-        )
-    }
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=this, active_processes={this}, barrier_sync_key_prefix=f"kvjax{this}"
+    )
     handler = ocp.CompositeCheckpointHandler(
-        composite_options=ocp.CompositeOptions(**alone),
+        composite_options=ocp.CompositeOptions(multiprocessing_options=alone),
         **{
-            _ABOUT: ocp.JsonCheckpointHandler(**alone),
-            _ARRAYS: ocp.PyTreeCheckpointHandler(**alone),
+            _ABOUT: ocp.JsonCheckpointHandler(multiprocessing_options=alone),
+            _ARRAYS: ocp.PyTreeCheckpointHandler(multiprocessing_options=alone),
         },
     )
-    with quiet(), ocp.Checkpointer(handler, **alone) as checkpointer:
+    with quiet(), ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
         yield checkpointer
 
 
@@ -388,16 +388,16 @@ def _context_shapes(
     Args:
       held: sizes of the caches at rest.
     """
-    count = jax.ShapeDtypeStruct((size.batch,), jnp.int32)
+    count = abstract_array((size.batch,), jnp.int32)
     awake = cache_shapes(model, layers, size)
     return Context(
         held=tuple(rest.eval_shape(*layer) for layer in zip(awake, held, strict=True)),
-        logits=jax.ShapeDtypeStruct((size.batch, model.vocab_size), jnp.float32),
-        seen=jax.ShapeDtypeStruct((size.batch, model.vocab_size), jnp.bool_),
+        logits=abstract_array((size.batch, model.vocab_size), jnp.float32),
+        seen=abstract_array((size.batch, model.vocab_size), jnp.bool_),
         length=count,
         prompt_tokens=count,
         new_tokens=count,
-        waiting=jax.ShapeDtypeStruct((), jnp.int32),
+        waiting=abstract_array((), jnp.int32),
         transform=transform,
         layers=layers,
         size=size,

@@ -46,6 +46,7 @@ from kvjax.protocol import Full, KVTransform
 from kvjax.registry import as_transform
 from kvjax.storage.offload.transform import RecallStatistics, recall_statistics
 from kvjax.transforms.random import GENERATOR, check_seed
+from pallas_kernels.base.annotations import NoneElsewhere
 
 _STREAM_SECONDS = 0.1  # about how often a streaming loop comes back to the host
 _MAX_STREAM_STEPS = 256  # decode steps between two returns to the host, at most
@@ -310,15 +311,15 @@ class Writing:
         prompts = None if prompts is None else as_rows(prompts)
         start, self._keeps_context = time.perf_counter(), context is not None
         if context is None:
-            context = self._first_turn(prompts)
+            context = self._first_turn(prompts)  # pyright: ignore[reportArgumentType]  # which refuses None
         else:
             context = self._further_turn(prompts, context)
-        self._context = context
+        self._context: Context | NoneElsewhere = context
         self._active = _active_rows(prompts, context.rows)
         self._prompt_tokens = (
             [0] * context.rows if prompts is None else [len(row or ()) for row in prompts]
         )
-        self._loop = jax.block_until_ready(
+        self._loop: _Loop | NoneElsewhere = jax.block_until_ready(
             self._first_loop(
                 self._compiler, context.held, context.logits, context.length, context.seen,
                 self._active,
@@ -329,7 +330,7 @@ class Writing:
         self._waiting, self._decode_seconds = int(context.waiting), 0.0
         return self
 
-    def _first_turn(self, prompts: Rows | None) -> Context:
+    def _first_turn(self, prompts: Sequence[Sequence[int]] | None) -> Context:
         """Reads prompts into new caches, with room for the new tokens."""
         model, options = self._model, self._options
         if prompts is None:

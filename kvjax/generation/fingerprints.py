@@ -285,7 +285,7 @@ def _sample(x: Array | np.ndarray) -> Array | np.ndarray:
     # Views the buffers on a mesh of automatic axes, whatever axes the user's mesh has: an index
     # into explicit ones would have to name its sharding.
     users_mesh, axis_types = x.sharding.mesh, (AxisType.Auto,) * len(x.sharding.mesh.axis_names)
-    mesh = Mesh(users_mesh.devices, users_mesh.axis_names, axis_types=axis_types)
+    mesh = Mesh(users_mesh.devices, users_mesh.axis_names, axis_types=axis_types)  # pyright: ignore[reportArgumentType]  # arrays are on real devices
     sharding = NamedSharding(mesh, x.sharding.spec, memory_kind=x.sharding.memory_kind)
     pieces = [shard.data for shard in x.addressable_shards]
     with jax.set_mesh(mesh):

@@ -62,7 +62,7 @@ class Group(NamedTuple):
 
 
 def grouped(
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int] | np.ndarray],
     widths: Sequence[int],
     layers: Sequence[KVTransform],
     mesh: Mesh | None,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
@@ -23,6 +24,17 @@ from kvjax.devices import mesh_of
 from kvjax.generation.model import FunctionalModel, OfLayers, of_layer
 from kvjax.protocol import AttentionOptions, KVTransform, State
 from kvjax.registry import as_transform
+
+
+def abstract_array(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+    """Returns the shape and dtype of an array, in its place where nothing is computed.
+
+    Example:
+      >>> from kvjax.generation.new_caches import abstract_array
+      >>> abstract_array((2, 3), "int32")
+      ShapeDtypeStruct(shape=(2, 3), dtype=int32)
+    """
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 class CacheSize(NamedTuple):

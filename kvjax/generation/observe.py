@@ -148,7 +148,8 @@ def join_layer(
       rows: the rows that are read; None: all of them.
     """
     cache = cache if rows is None else take_rows(cache, rows)
-    return join(observer, transform, cache, *slots, document), all_heads_of(transform, cache)
+    reading = join(observer, transform, layer_caches(cache), *slots, document)
+    return reading, all_heads_of(transform, cache)
 
 
 def decide_layer(
@@ -185,7 +186,7 @@ def _decide(
     """Lets the method for all heads evict and merge in a reading."""
     state, heads = all_heads
     cache = new_cache(whole, size, attention, LayerStates(((state, None),)))
-    return decide_for_all(cache, heads, reading)
+    return decide_for_all(cache, heads, reading)  # pyright: ignore[reportArgumentType]  # a method for all heads has one rectangle
 
 
 @compiled(static_argnums=(0, 1, 2), donate_argnums=3)

@@ -34,6 +34,7 @@ from kvjax.protocol import KVTransform, MethodHeads
 from kvjax.registry import as_transform
 from kvjax.storage.offload.payload import Offloaded
 from kvjax.storage.quantize.transform import GROUP, Quantize
+from pallas_kernels.base.annotations import NoneElsewhere
 
 
 class Bytes(NamedTuple):
@@ -303,7 +304,7 @@ def _part_bytes(cache: LayerCache) -> Bytes:
 
 
 def bytes_on_device(
-    x: Any, mesh: Mesh | AbstractMesh | None = None, spec: PartitionSpec | None = None
+    x: Any, mesh: Mesh | AbstractMesh | None = None, spec: PartitionSpec | NoneElsewhere = None
 ) -> int:
     """Returns the bytes that an array or shape takes on each device that shares it.
 

@@ -31,8 +31,15 @@ Rows = Sequence[Sequence[int] | None]  # token ids of each row; None: the row ta
 class Sized(Protocol):
     """The sizes that prompts are checked against: those of a model or of its configuration."""
 
-    vocab_size: int
-    max_positions: int | None
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens."""
+        ...
+
+    @property
+    def max_positions(self) -> int | None:
+        """Most tokens of a row; None: any number."""
+        ...
 
 
 @overload

@@ -22,10 +22,10 @@ from kvjax.compiled_code import compiled, give_back_freed
 from kvjax.devices import by_rows, mesh_of
 from kvjax.generation.compiler import Compiler, Programs, Tracer
 from kvjax.generation.groups import Group, Looking, Pieces, join_groups
-from kvjax.generation.model import FunctionalModel, logits_of_one
+from kvjax.generation.model import FunctionalModel, ModelParts, logits_of_one
 from kvjax.generation.new_caches import (
     CacheSize,
-    LayerStates,
+    abstract_array,
     new_cache,
     states_of,
     states_of_layers,
@@ -118,7 +118,9 @@ def read_prompt(
         into.append(Into(of_rows, caches is None, caches or states_of_layers(layers, of_rows)))
     read = functools.partial(_read_whole_model, model)
     if model.parts is not None:
-        read = functools.partial(_read_by_layer, model, model.parts.split(model.params))
+        read = functools.partial(
+            _read_by_layer, model, model.parts, model.parts.split(model.params)
+        )
     read = functools.partial(read, layers, groups, into, last)
 
     def trace(tracer: Tracer) -> None:
@@ -126,7 +128,7 @@ def read_prompt(
         if then is not None:
             batch = layer_caches(new_caches)[0].kv.shape[0]
             shape = batch, *logits[0].shape[1:]
-            then(tracer, jax.ShapeDtypeStruct(shape, logits[0].dtype), new_caches)
+            then(tracer, abstract_array(shape, logits[0].dtype), new_caches)
 
     compiler.trace(trace)
     logits, new_caches = read(compiler)
@@ -140,6 +142,7 @@ def read_prompt(
 
 def _read_by_layer(
     model: FunctionalModel,
+    parts: ModelParts,
     params: Sequence[Any],
     layers: tuple[KVTransform, ...],
     groups: Sequence[Group],
@@ -152,12 +155,13 @@ def _read_by_layer(
     A probe follows its document right away in each layer, before the document is compressed.
 
     Args:
+      parts: of the model.
       params: of each layer.
 
     Returns:
       The logits of each group, and the caches of all rows.
     """
-    parts, mesh, (size, is_new, caches) = model.parts, mesh_of(model.params), into[0]
+    mesh, (size, is_new, caches) = mesh_of(model.params), into[0]
     attention = tuple(map(model.attention, range(len(layers))))
     observers: list[Observe | None] = [None] * len(layers)
     if last:
@@ -288,7 +292,7 @@ def cache_shapes(
     Layers that are alike share one value.
     """
     # A prompt of one token: the shapes of caches follow from `size` alone.
-    tokens = positions = jax.ShapeDtypeStruct((size.batch, 1), jnp.int32)
+    tokens = positions = abstract_array((size.batch, 1), jnp.int32)
     if model.parts is None:
         states = jax.eval_shape(functools.partial(states_of_layers, layers, size))
         read_whole = functools.partial(_read_whole, layers, size, True)
@@ -322,7 +326,7 @@ def _embed(
 def _read_layer(
     how: LayerPass,
     layer_params: Any,
-    into: Cache | LayerStates,
+    into: Any,
     rows: Int[Array, " B"] | None,
     x: Float[Array, "B T C"],
     positions: Int[Array, "B T"],
@@ -361,7 +365,7 @@ def _read_layer(
             return reading, y
 
         cache, y = _by_piece(look, before_look(cache), pieces)
-        looking = Looking(pieces._replace(tokens=by_rows(y, mesh)), length)
+        looking = Looking(pieces._replace(tokens=by_rows(y, mesh)), length)  # pyright: ignore[reportArgumentType]  # documents have one
         cache = complete(cache) if last else cache
     if rows is not None:
         cache = put_rows(into, rows, cache)

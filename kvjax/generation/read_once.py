@@ -134,7 +134,7 @@ class ReadOnce:
         caches = []
         for layer, (bound, reading) in enumerate(zip(layers, observed.held, strict=True)):
             attention, (parts, all_heads) = self._model.attention(layer), states[layer]
-            decided = decide_layer(bound, size, attention, all_heads, reading, compiler)
+            decided = decide_layer(bound, size, attention, all_heads, reading, compiler)  # pyright: ignore[reportArgumentType]  # all are readings
             caches.append(
                 compiler.run(
                     "the compression of a layer", compress_layer, bound, size, attention,

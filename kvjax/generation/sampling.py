@@ -103,14 +103,15 @@ class Sampling:
     def numbers(self) -> Numbers:
         """The settings as arrays, so that other numbers compile nothing."""
         cuts = any(x is not None for x in (self.top_k, self.top_p, self.min_p))
-        return Numbers(
-            temperature=np.float32(self.temperature),
-            cuts=np.bool_(cuts),
-            top_k=np.int32(min(self.top_k or _ALL, _ALL)),
-            top_p=np.float32(1.0 if self.top_p is None else self.top_p),
-            min_p=np.float32(self.min_p or 0.0),
-            repetition_penalty=np.float32(self.repetition_penalty),
-        )
+        arrays: dict[str, Any] = {
+            "temperature": np.float32(self.temperature),
+            "cuts": np.bool_(cuts),
+            "top_k": np.int32(min(self.top_k or _ALL, _ALL)),
+            "top_p": np.float32(1.0 if self.top_p is None else self.top_p),
+            "min_p": np.float32(self.min_p or 0.0),
+            "repetition_penalty": np.float32(self.repetition_penalty),
+        }
+        return Numbers(**arrays)
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> Sampling:

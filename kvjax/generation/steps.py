@@ -20,7 +20,7 @@ Caches: TypeAlias = Any
 
 
 def pad(
-    prompts: Sequence[Sequence[int]], size: int | None = None
+    prompts: Sequence[Sequence[int] | np.ndarray], size: int | None = None
 ) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B T"]]:
     """Returns tokens and positions of prompts, padded on the right to `size` tokens.
 

@@ -123,8 +123,8 @@ def selected(axes: Axes, steps: Sequence[Seen], *, layer: int) -> AxesImage:
     if not len(steps) or not all(isinstance(step, Seen) for step in steps):
         raise TypeError(f"steps must be those that watch returns, got {brief(steps)}")
     check_count("layer", layer, 0, most=len(steps[0].marks) - 1)
-    step_marks = [step.marks[layer] for step in steps]
-    if step_marks[0] is None:
+    step_marks = [lists for step in steps if (lists := step.marks[layer]) is not None]
+    if len(step_marks) < len(steps):
         raise ValueError(f"in layer {layer} nothing is selected: its steps attend to everything")
     # Every step has one more position than the step before.
     tokens = step_marks[-1].shape[1]

@@ -22,6 +22,7 @@ from pallas_kernels.attention.call import (
 from pallas_kernels.attention.decode import attention_by_products
 from pallas_kernels.attention.forms import Rows, dense_rows
 from pallas_kernels.attention.tpu_forms import reads
+from pallas_kernels.base.annotations import NoneElsewhere
 from pallas_kernels.base.dispatch import choose_implementation
 from pallas_kernels.base.logits import Mask, Queries, Seen
 from pallas_kernels.base.mixing import mix_rows
@@ -51,7 +52,7 @@ class EncodedPayload(ABC):
     if TYPE_CHECKING:
 
         @property
-        def recent(self) -> Recent | None:
+        def recent(self) -> Recent | NoneElsewhere:
             """Newest rows, unencoded; None where rows are encoded at once."""
             ...
 
@@ -102,7 +103,7 @@ class EncodedPayload(ABC):
         elsewhere: Elsewhere | None = None,
         probabilities: bool,
         implementation: str | None,
-    ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T N"] | None]:
+    ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T N"] | NoneElsewhere]:
         """Attends in a decode step; returns the output and, if `probabilities`, each slot's.
 
         Attention over all slots reads the body as it is encoded. The rows of a selection are
@@ -152,10 +153,10 @@ class EncodedPayload(ABC):
         _, out, *by_piece = join_elsewhere(elsewhere, lse, out, *by_piece)
         if not probabilities:
             return out, None
-        total, *of_recent = by_piece
-        if of_recent:
+        total = by_piece[0]
+        if recent is not None:
             add = jax.vmap(jax.vmap(lambda x, slot, p: x.at[..., slot].add(p, mode="drop")))
-            total = add(total, recent.slots, of_recent[0])
+            total = add(total, recent.slots, by_piece[1])
         return out, total
 
     def _by_products(

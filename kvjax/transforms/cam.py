@@ -19,6 +19,7 @@ from kvjax.decisions import Decision, Keep, Mark, Retain, carry_out
 from kvjax.protocol import Card, Moment, Needs, State, Step, Wrapper
 from kvjax.serialization import named, pytree_node
 from kvjax.transforms.random import check_seed, layer_key, uniform
+from pallas_kernels.base.annotations import NoneElsewhere
 from pallas_kernels.base.dispatch import GPU_KERNELS, choose_implementation
 
 
@@ -31,7 +32,7 @@ class CaMState(NamedTuple):
       base: state of the base.
     """
 
-    key: Array | None
+    key: Array | NoneElsewhere
     base: State
 
 
@@ -157,7 +158,7 @@ class CaM(Wrapper):
 
     def _merge_weight(
         self,
-        key: Array | None,
+        key: Array | NoneElsewhere,
         attention: Float[Array, "B H N"],
         mean: Float[Array, "B H N"],
         position: Int[Array, "B H N"],
@@ -174,7 +175,7 @@ class CaM(Wrapper):
         cache: KVCache,
         kept: Bool[Array, "B H S"],
         merge_tokens: Int[Array, "B 1 1"],
-        key: Array | None,
+        key: Array | NoneElsewhere,
         implementation: str | None,
     ) -> Float[Array, "B H S D"]:
         """Returns the values after a decode step, which evicts at most one token per KV head.
@@ -201,7 +202,7 @@ class CaM(Wrapper):
         cache: KVCache,
         kept: Bool[Array, "B H S"],
         merge_tokens: Int[Array, "B 1 1"],
-        key: Array | None,
+        key: Array | NoneElsewhere,
         implementation: str | None,
     ) -> Float[Array, "B H S D"]:
         """Returns the values after a prompt or a flush, which evict any number of tokens at once.

@@ -236,7 +236,7 @@ class Quest(Recall):
         if self.spread is None:
             bounds = page_bounds(keys, slot, *size)
         else:
-            bounds = self._around(moments[0], keys.dtype)
+            bounds = _around(moments[0], self.spread, keys.dtype)
         last = jnp.maximum(cache.used - 1, 0)[..., None] // self.page
         newest = jax.tree.map(lambda x: take_slots(x, last)[:, :, 0], moments)
         return None, step.of_rows(Pages(*bounds, budget, means, newest), state)
@@ -276,7 +276,8 @@ class Quest(Recall):
                 written = (write_slots(x, page, y) for x, y in zip(state.means, added, strict=True))
                 state = dataclasses.replace(state, means=Estimate._make(written))
             if self.spread is not None:
-                low, high = (x[:, :, None] for x in self._around(newest[0], state.low.dtype))
+                bounds = _around(newest[0], self.spread, state.low.dtype)
+                low, high = (x[:, :, None] for x in bounds)
                 return dataclasses.replace(
                     state, low=write_slots(state.low, page, low),
                     high=write_slots(state.high, page, high),
@@ -289,11 +290,6 @@ class Quest(Recall):
 
         low, high = widen(state.low, jnp.minimum), widen(state.high, jnp.maximum)
         return dataclasses.replace(state, low=low, high=high)
-
-    def _around(self, keys: Moments, dtype: DTypeLike) -> tuple[Array, Array]:
-        """Returns bounds that are `spread` deviations from the mean."""
-        apart = self.spread * jnp.sqrt(keys.variance)
-        return (keys.mean - apart).astype(dtype), (keys.mean + apart).astype(dtype)
 
     def _visible_pages(
         self, cache: KVCache, window: int
@@ -333,6 +329,12 @@ class Quest(Recall):
         _, best = jax.lax.top_k(score, most)
         taken = _numbers(most) < jnp.minimum(num_pages, budget[:, None, None])
         return jnp.sort(jnp.where(taken, best, pages), axis=-1)
+
+
+def _around(keys: Moments, spread: float, dtype: DTypeLike) -> tuple[Array, Array]:
+    """Returns bounds that are `spread` deviations from the mean."""
+    apart = spread * jnp.sqrt(keys.variance)
+    return (keys.mean - apart).astype(dtype), (keys.mean + apart).astype(dtype)
 
 
 def _numbers(count: int) -> Int[Array, "1 1 N"]:

@@ -34,7 +34,7 @@ def layer_key(seed: int, layer: int) -> Array:
     with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(NO_MESH):
         key = jax.random.fold_in(jax.random.key(seed, impl=GENERATOR), layer)
         words = np.asarray(jax.random.key_data(key))
-    return jax.random.wrap_key_data(words, impl=GENERATOR)
+    return jax.random.wrap_key_data(words, impl=GENERATOR)  # pyright: ignore[reportArgumentType]  # JAX takes those of NumPy, too
 
 
 def uniform(

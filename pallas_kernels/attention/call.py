@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.attention.forms import Rows
 from pallas_kernels.attention.kernel import split_attention
 from pallas_kernels.attention.tpu_kernel import tpu_attention
+from pallas_kernels.base.annotations import NoneElsewhere
 from pallas_kernels.base.logits import Mask, Queries, Seen, visible_slots
 from pallas_kernels.base.seen_blocks import hull
 from pallas_kernels.base.tiles import Launch
@@ -101,6 +102,12 @@ class Elsewhere(NamedTuple):
     lse: Float[Array, "B K G T"]
     out: Float[Array, "B K G T D"] | None = None
 
+    @overload
+    @classmethod
+    def sinks(cls, logits: Array, queries: Array) -> Elsewhere: ...
+    @overload
+    @classmethod
+    def sinks(cls, logits: Array | None, queries: Array) -> Elsewhere | None: ...
     @classmethod
     def sinks(
         cls, logits: Float[Array, " Q"] | None, queries: Float[Array, "B K G T _"]
@@ -115,11 +122,11 @@ class Elsewhere(NamedTuple):
 @overload
 def join_elsewhere(
     elsewhere: Elsewhere | None, lse: Array, out: Array, *probabilities: Array | None
-) -> tuple[Array, Array, *tuple[Array | None, ...]]: ...
+) -> tuple[Array, Array, *tuple[Array | NoneElsewhere, ...]]: ...
 @overload
 def join_elsewhere(
     elsewhere: Elsewhere | None, lse: Array, out: None, *probabilities: Array | None
-) -> tuple[Array, None, *tuple[Array | None, ...]]: ...
+) -> tuple[Array, None, *tuple[Array | NoneElsewhere, ...]]: ...
 def join_elsewhere(
     elsewhere: Elsewhere | None,
     lse: Float[Array, "B K G T"],

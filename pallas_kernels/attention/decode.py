@@ -104,7 +104,7 @@ def check_rows(queries: Queries, k: Array, v: Array | None, seen: Seen) -> None:
             _check_shape(name, x, expected)
 
 
-def check_slots(queries: Queries, store: tuple[int, int], seen: Seen) -> None:
+def check_slots(queries: Queries, store: tuple[int, ...], seen: Seen) -> None:
     """Raises ValueError unless what is seen fits the queries and a store of H heads and S slots."""
     batch, lists, _, tokens, _ = queries.q.shape
     if store[0] < 1 or lists % store[0]:

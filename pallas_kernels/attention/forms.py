@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention import words
@@ -324,7 +324,7 @@ class FourBitReader(Reader):
             return self
         return FourBitWords(**vars(self), interpret=interpret)
 
-    def load(self, at, part, row, wanted):
+    def load(self, at, part, row, wanted: Array):
         """Loads and decodes channels of a part."""
         half = self.channels // 2
         if part.first // half == part.last // half:
@@ -478,7 +478,7 @@ def _load(ref, row: Array, part: Part, wanted: Array | None) -> Array:
     return route.load(cells, mask=mask, other=_other(ref.dtype, mask))
 
 
-def _other(dtype: DTypeLike, mask: Array | None) -> np.generic | None:
+def _other(dtype: DTypeLike, mask: Array | None) -> ArrayLike | None:
     """Returns 0, the result of a masked load where it loads nothing, if a load is masked."""
     return None if mask is None else zero(jnp.dtype(dtype))
 

@@ -59,10 +59,11 @@ def gather_attention(
     """
     chosen = choose_implementation(implementation, k, v)
     check_rows(queries, k, v, seen._replace(end=None, index=None))
-    lists, shape = queries.q.shape[:2], None if seen.index is None else seen.index.shape
-    if shape is None or len(shape) != 3 or shape[:2] != lists:
+    lists, index = queries.q.shape[:2], seen.index
+    if index is None or index.ndim != 3 or index.shape[:2] != lists:
+        shape = None if index is None else index.shape
         raise ValueError(f"index must be [B, K, N] with B, K = {lists}, got {shape}")
-    k, index = seen.turned(k), seen.index.astype(jnp.int32)
+    k, index = seen.turned(k), index.astype(jnp.int32)
     seen = seen._replace(index=index, end=_end(index), turn=None)
     if chosen == "xla":
         # An entry of -1 gathers slot 0, with the bias and position of a free slot.

@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention.forms import Part, Reader, Rows, split
 from pallas_kernels.base import route
+from pallas_kernels.base.annotations import NoneElsewhere
 from pallas_kernels.base.kernel_parts import dot, dot_mixed, head_part, program_part, zero
 from pallas_kernels.base.logits import (
     Mask,
@@ -52,26 +53,30 @@ class _Pair(NamedTuple):
 
 
 class _Refs(NamedTuple):
-    """Arrays that a program reads and, last, writes; None for arrays that a call does not have."""
+    """Arrays that a program reads and, last, writes; None for arrays that a call does not have.
 
-    query_position: Array
-    q: Array
-    scale: Array | None  # multiplies each query's products with keys
-    shift: Array | None  # added to each query's products with keys
-    end: Array
-    first: Array | None
-    plain_first: Array | None  # tiles whose slots all queries see, and that have no bias
-    plain_end: Array | None
-    index: Array | None
-    bias: Array
-    position: Array
-    k: dict[str, Array]
-    v: dict[str, Array] | None
-    frequency: Array | None  # frequencies of rotated channels
-    turn_position: Array | None  # positions by which keys are rotated; None: `position`
-    out: Array | None
-    lse: Array
-    logits: Array | None
+    A call makes one of arrays and of the shapes of results, and one of their blocks. A program has
+    one of references.
+    """
+
+    query_position: Any
+    q: Any
+    scale: Any  # multiplies each query's products with keys
+    shift: Any  # added to each query's products with keys
+    end: Any
+    first: Any
+    plain_first: Any  # tiles whose slots all queries see, and that have no bias
+    plain_end: Any
+    index: Any
+    bias: Any
+    position: Any
+    k: Any  # by name
+    v: Any  # by name
+    frequency: Any  # frequencies of rotated channels
+    turn_position: Any  # positions by which keys are rotated; None: `position`
+    out: Any
+    lse: Any
+    logits: Any
 
 
 # The axes of the grid that choose a program's part of an array. A program gets from any other array
@@ -106,7 +111,7 @@ class _Keys(NamedTuple):
 class _Values(NamedTuple):
     """Reader of values and their parts; no parts where values are not read."""
 
-    reader: Reader | None
+    reader: Reader | NoneElsewhere
     parts: list[Part]
 
 
@@ -128,12 +133,12 @@ Plain = tuple[Int[Array, "B K I"] | None, Int[Array, "B K I"] | None]
 def split_attention(
     queries: Queries, k: Rows, v: Rows, seen: Seen, mask: Mask, launch: Launch, *,
     with_logits: bool, dtype: DTypeLike, plain: Plain = ...,
-) -> tuple[Array, Array, Array | None]: ...  # fmt: skip
+) -> tuple[Array, Array, Array | NoneElsewhere]: ...  # fmt: skip
 @overload
 def split_attention(
     queries: Queries, k: Rows, v: None, seen: Seen, mask: Mask, launch: Launch, *,
     with_logits: bool, dtype: DTypeLike, plain: Plain = ...,
-) -> tuple[None, Array, Array | None]: ...  # fmt: skip
+) -> tuple[None, Array, Array | NoneElsewhere]: ...  # fmt: skip
 def split_attention(
     queries: Queries,
     k: Rows,
@@ -146,7 +151,9 @@ def split_attention(
     dtype: DTypeLike,
     plain: Plain = (None, None),
 ) -> tuple[
-    Float[Array, "B K G T D"] | None, Float[Array, "B K G T"], Float[Array, "B K G T N"] | None
+    Float[Array, "B K G T D"] | None,
+    Float[Array, "B K G T"],
+    Float[Array, "B K G T N"] | NoneElsewhere,
 ]:
     """Attends over rows in any form: output in `dtype`, log-sum-exps and, if wanted, logits.
 
@@ -162,7 +169,10 @@ def split_attention(
         out, lse, logits = nothing(q, dtype, places, with_logits)
         return None if v is None else out, lse, logits
     keys = k.reader.of_keys(launch.interpret) if turn is None else k.reader
-    values = None if v is None else v.reader.of_values(launch.interpret)
+    values = values_view = None
+    if v is not None:
+        values = v.reader.of_values(launch.interpret)
+        values_view = values.view(v.arrays)
     query_bytes = row_bytes(channels, k.reader.dtype)
     row_tile = tile.rows(query_bytes, rows)
     row_tiles = pl.cdiv(rows, row_tile)
@@ -171,15 +181,15 @@ def split_attention(
     shift = queries.shift
     if shift is not None:
         shift = shift.astype(jnp.float32).reshape(batch, lists, rows)
-    rotated = {"frequency": None, "turn_position": None}
+    frequency = turn_position = None
     if turn is not None:
-        rotated["frequency"] = fixed_point(turn.inv_freq)[:, None]
+        frequency = fixed_point(turn.inv_freq)[:, None]
         if turn.position is not seen.position:
-            rotated["turn_position"] = turn.position
+            turn_position = turn.position
     arrays = _Refs(
         queries.position, *keys.cut(q.reshape(batch, lists, rows, channels)), shift,
         seen.end, seen.first, *plain, seen.index, seen.bias, seen.position,
-        keys.view(k.arrays), None if v is None else values.view(v.arrays), **rotated,
+        keys.view(k.arrays), values_view, frequency=frequency, turn_position=turn_position,
         out=None if v is None else jax.ShapeDtypeStruct(
             (batch, lists, splits, rows, channels), dtype if splits == 1 else jnp.float32
         ),
@@ -194,7 +204,7 @@ def split_attention(
         _Sizes(row_tile, rows, tokens, places, block, splits),
         mask,
         _keys(keys, turn),
-        _Values(None, []) if v is None else _Values(values, values.parts),
+        _Values(None, []) if values is None else _Values(values, values.parts),
         launch.interpret,
     )
     results = route.pallas_call(
@@ -228,7 +238,7 @@ def row_bytes(channels: int, dtype: jnp.dtype) -> int:
 def _specs(arrays: _Refs, lists: int) -> _Refs:
     """Returns the part of every array that a program is given."""
 
-    def spec_of(name: str, array: Array | dict | None) -> pl.BlockSpec | dict | None:
+    def spec_of(name: str, array: Any) -> Any:
         if name in _AXES:
             return jax.tree.map(lambda x: program_part(x, _AXES[name][: x.ndim]), array)
         return jax.tree.map(lambda x: head_part(x, lists), array)
@@ -300,17 +310,16 @@ def _kernel(*leaves, plan: _Plan):
         mask = live = turned = None
         k_tile = v_tile = _Tile(slot, slot, None)
         if ahead is not None:
-            listed, mass, position, turned, *rows = ahead
+            listed, mass, position, turned, k_row, v_row = ahead
             slot = slot if listed is None else listed
             live = live_slots(mass, position)
             mask = functools.partial(
                 mask_tile, mass=mass, position=position, live=live, query_position=query_position,
                 window=plan.mask.window,
             )  # fmt: skip
-            k_tile, v_tile = (
-                None if side.reader is None else _tile(side.reader, slot, row, live, refs, plan)
-                for side, row in zip((plan.keys, plan.values), rows, strict=True)
-            )
+            k_tile = _tile(keys, slot, k_row, live, refs, plan)
+            if plan.values.reader is not None:
+                v_tile = _tile(plan.values.reader, slot, v_row, live, refs, plan)
         products = _products(refs, plan, paired, plain, k_tile, turned)
         products = _times(products, _factor(keys, refs.k, k_tile, live))
         products = products * scale
@@ -385,7 +394,7 @@ def _tile(reader: Reader, slot, row: Array | None, live, refs: _Refs, plan: _Pla
 
 def _products(refs: _Refs, plan: _Plan, paired, plain, tile: _Tile, position) -> Array:
     """Multiplies the queries with the keys of a tile, after rotating some of their channels."""
-    reader, (_, *at) = plan.keys.reader, tile
+    reader, at = plan.keys.reader, (tile.row, tile.wanted)
     products: list[list[Array]] = []  # by part, those of each limb
     for pair, q_a, q_b in paired:
         a, b = (reader.load(refs.k, part, *at).astype(jnp.float32) for part in (pair.a, pair.b))
@@ -413,10 +422,10 @@ def _factor(reader: Reader, at: dict, tile: _Tile, live) -> Array | None:
 
 def _mix(refs: _Refs, plan: _Plan, weights, tile: _Tile, live) -> list[Array]:
     """Sums the values of a tile by their weights, part by part."""
-    reader, (_, *at) = plan.values.reader, tile
+    reader = plan.values.reader
     factor, unit = _in_reach(_factor(reader, refs.v, tile, live), plan)
     weights = as_weights(_times(weights, factor), reader.weights)
-    rows = reader.rows(refs.v, plan.values.parts, *at)
+    rows = reader.rows(refs.v, plan.values.parts, tile.row, tile.wanted)
     return [unit * dot_mixed(weights, part) for part in rows]
 
 

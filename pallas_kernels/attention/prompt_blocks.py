@@ -394,7 +394,8 @@ class _Blocks(NamedTuple):
         return jnp.where(self._seen(j).live[..., None], values, 0)
 
     def _seen(self, j) -> Seen:
-        return Seen(*self.keys(j, self.seen.bias, self.seen.position))
+        bias, position = self.keys(j, self.seen.bias, self.seen.position)
+        return Seen(bias, position)
 
     def where_masked(self, i, j, mask: Callable[[Array, T], T], x: T) -> T:
         """Returns `mask(j, x)` where queries i need a mask for slots j, else x.

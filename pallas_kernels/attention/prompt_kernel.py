@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -92,19 +92,23 @@ REDUCTIONS = {
 
 
 class _Refs(NamedTuple):
-    """Arrays of a program's row, head and block that it reads and, last, writes."""
+    """Arrays of a program's row, head and block that it reads and, last, writes.
 
-    query_position: Array
-    q: Array
-    lse: Array
-    first: Array  # first tile of queries
-    end: Array  # end of the tiles of queries
-    plain_first: Array  # first tile of queries that see all slots, which have no bias
-    plain_end: Array
-    bias: Array
-    position: Array
-    k: Array
-    out: Array
+    A call makes one of arrays, and one of the axes that choose a program's part of each. A program
+    has one of references.
+    """
+
+    query_position: Any
+    q: Any
+    lse: Any
+    first: Any  # first tile of queries
+    end: Any  # end of the tiles of queries
+    plain_first: Any  # first tile of queries that see all slots, which have no bias
+    plain_end: Any
+    bias: Any
+    position: Any
+    k: Any
+    out: Any
 
 
 class _Plan(NamedTuple):

@@ -26,7 +26,7 @@ class Stored(NamedTuple):
       group: slots that share an entry of that axis.
     """
 
-    array: Array
+    array: Array | jax.ShapeDtypeStruct
     axis: int
     group: int = 1
 
@@ -242,7 +242,7 @@ def _in_place(rows: TPURows) -> bool:
     return in_rows(array) if axis == 2 else array.shape[2] % LANES != 0
 
 
-def in_rows(array: Float[Array, "B H S D"]) -> bool:
+def in_rows(array: Float[Array, "B H S D"] | jax.ShapeDtypeStruct) -> bool:
     """Returns whether XLA by default stores 8 slots of a head in a piece, as a kernel reads them.
 
     XLA stores 8 heads of a slot in a piece where that fills the pieces better. A kernel would then

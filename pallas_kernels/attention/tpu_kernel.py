@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.attention.forms import Rows
 from pallas_kernels.attention.kernel import nothing
 from pallas_kernels.attention.tpu_forms import LANES, SUBLANES, Stored, TPURows, tpu_rows
+from pallas_kernels.base.annotations import NoneElsewhere
 from pallas_kernels.base.dispatch import tpu_cores
 from pallas_kernels.base.logits import (
     Mask,
@@ -58,7 +59,11 @@ def tpu_attention(
     *,
     with_logits: bool,
     dtype: DTypeLike,
-) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G T S"] | None]:
+) -> tuple[
+    Float[Array, "B H G T D"],
+    Float[Array, "B H G T"],
+    Float[Array, "B H G T S"] | NoneElsewhere,
+]:
     """Computes `split_attention` over all slots, for TPUs.
 
     Logits are written only for blocks that are looked at. All other logits are undefined, and the
@@ -115,7 +120,9 @@ def _parts(
     *,
     parts: int,
     with_logits: bool,
-) -> tuple[Float[Array, "B H P R D"], Float[Array, "B H P R"], Float[Array, "B H R S"] | None]:
+) -> tuple[
+    Float[Array, "B H P R D"], Float[Array, "B H P R"], Float[Array, "B H R S"] | NoneElsewhere
+]:
     """Computes float32 outputs and log-sum-exps of parts of the slots, and masked logits if wanted.
 
     Args:
@@ -136,7 +143,7 @@ def _parts(
     spec = functools.partial(
         _spec, block=block, at=functools.partial(_block_at, plan=plan, blocks=blocks)
     )
-    shapes = [(parts, rows, channels), (parts, rows, 1)]
+    shapes: list[tuple[int, ...]] = [(parts, rows, channels), (parts, rows, 1)]
     out_specs = [
         pl.BlockSpec((None, None, None, *shape[1:]), lambda b, h, p, *_: (b, h, p, 0, 0))
         for shape in shapes

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.base import route
@@ -141,7 +142,7 @@ def leading_bits(x: Float[Array, "*N"]) -> Float[Array, "*N"]:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def zero(dtype: jnp.dtype) -> np.generic:
+def zero(dtype: DTypeLike) -> ArrayLike:
     """Returns 0 as a scalar of a dtype: the result of a masked load where it loads nothing.
 
     Example:
@@ -149,5 +150,4 @@ def zero(dtype: jnp.dtype) -> np.generic:
       >>> int(zero("int32"))
       0
     """
-    # NumPy's types do not know that an array without axes gives its number here.
-    return np.zeros((), dtype)[()]  # pyright: ignore[reportReturnType]
+    return np.zeros((), dtype)[()]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.base.annotations import NoneElsewhere
 from pallas_kernels.base.rotation import Turn
 from pallas_kernels.base.rows import take_slots
 
@@ -57,7 +58,7 @@ class Seen(NamedTuple):
 
     bias: Float[Array, "B H S"]
     position: Int[Array, "B H S"]
-    end: Int[Array, "B K *I"] | None = None
+    end: Int[Array, "B K *I"] | NoneElsewhere = None
     first: Int[Array, "B K *I"] | None = None
     index: Int[Array, "B K N"] | None = None
     turn: Turn | None = None
@@ -74,7 +75,8 @@ class Seen(NamedTuple):
 
     def listed(self) -> Seen:
         """Returns the places of the lists as slots of their own; an entry -1 is a free slot."""
-        named, slot = self.index >= 0, jnp.maximum(self.index, 0)
+        index: Array = self.index  # pyright: ignore[reportAssignmentType]  # there are lists
+        named, slot = index >= 0, jnp.maximum(index, 0)
         return Seen(
             bias=jnp.where(named, take_slots(self.bias, slot), -jnp.inf),
             position=jnp.where(named, take_slots(self.position, slot), -1),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int8, UInt8
 
+from pallas_kernels.base.annotations import NoneElsewhere
 from pallas_kernels.base.products import Product
 from pallas_kernels.base.rows import BLOCK, block_of, over_blocks
 from pallas_kernels.base.varying import varying
@@ -40,7 +41,7 @@ class Encoded(NamedTuple):
 
     values: Int8[Array, "B H S D"] | UInt8[Array, "B H S D"] | UInt8[Array, "B H S D/2"]
     scale: Array
-    low: Array | None = None
+    low: Array | NoneElsewhere = None
 
 
 # --- one scale per slot ---------------------------------------------------------------------------

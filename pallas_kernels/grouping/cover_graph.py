@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from pallas_kernels.base.annotations import NoneElsewhere
 from pallas_kernels.base.rows import block_of
 from pallas_kernels.base.varying import varying
 from pallas_kernels.formats.packed_bits import WORD, pack_bits
@@ -71,7 +72,7 @@ class Graph(NamedTuple):
     """
 
     bits: UInt32[Array, "M M T W"]
-    filled: Bool[Array, "M N"] | None
+    filled: Bool[Array, "M N"] | NoneElsewhere
     gain: Int[Array, " N"]
 
 

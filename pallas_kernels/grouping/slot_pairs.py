@@ -144,7 +144,7 @@ def join_anchors(
         joins = pair & above(cosine, threshold, channels)
         return jnp.where(joins[..., None, None], anchor, key), joins
 
-    entries = tuple(jnp.moveaxis(x, -1, 0) for x in (order, pairs))
+    entries = jnp.moveaxis(order, -1, 0), jnp.moveaxis(pairs, -1, 0)
     nothing = jnp.zeros((*keys.shape[:2], 1, keys.shape[3]), jnp.float32)
     nothing = varying(nothing, keys, order, pairs)
     _, joins = jax.lax.scan(step, nothing, entries, reverse=True)

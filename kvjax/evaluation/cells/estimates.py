@@ -59,7 +59,9 @@ class Estimate(NamedTuple):
         return cls(float(values.mean()), *interval, len(values))
 
     @classmethod
-    def resampled(cls, scores: Sequence[float], groups: Sequence[int] | None = None) -> Estimate:
+    def resampled(
+        cls, scores: Sequence[float] | np.ndarray, groups: Sequence[int] | None = None
+    ) -> Estimate:
         """Estimates the mean with a bootstrap's interval: percentiles of 2,000 resamples.
 
         The resamples have a fixed seed.

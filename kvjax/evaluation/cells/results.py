@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvjax.evaluation.tasks import MEASURES, NATS
+from pallas_kernels.base.annotations import NoneElsewhere
 
 from .estimates import Estimate
 from .grid import Cell
@@ -57,8 +58,8 @@ class Row(NamedTuple):
     question: str | None
     method: str
     budget: int | float | None
-    score: Estimate | None = None
-    difference: Estimate | None = None
+    score: Estimate | NoneElsewhere = None
+    difference: Estimate | NoneElsewhere = None
     prompt_tokens: float | None = None
     slots: int | None = None
     live_slots: float | None = None
@@ -68,7 +69,7 @@ class Row(NamedTuple):
     nothing: float | None = None
     recovery: Estimate | None = None
     quarters: tuple[float, ...] | None = None
-    recall: float | None = None
+    recall: float | NoneElsewhere = None
     layer_recall: tuple[float, ...] | None = None
     layer_error: tuple[float, ...] | None = None
     failed: str | None = None

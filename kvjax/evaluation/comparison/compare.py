@@ -292,7 +292,7 @@ class _Measure:
         prompts = [case.prompt if inside else case.context for case in cases]
         questions = None if inside else [case.question for case in cases]
         most_new = self.material.most_new(unit.task, unit.length, unit.first, unit.stop)
-        question_length = 0 if inside else max(map(len, questions))
+        question_length = 0 if questions is None else max(map(len, questions))
         measure = (
             self._given_answers(cases, questions)
             if task.score is None

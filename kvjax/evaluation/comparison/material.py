@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from pathlib import Path
+import os
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,7 @@ class Material:
     """
 
     def __init__(
-        self, grid: Grid, tokenizer: Any, text: str, data: str | Path | None = None
+        self, grid: Grid, tokenizer: Any, text: str, data: str | os.PathLike[str] | None = None
     ) -> None:
         self.grid, self.tokenizer, self._text, self._data = grid, tokenizer, text, data
         self._haystack = Haystack(tokenizer, text)

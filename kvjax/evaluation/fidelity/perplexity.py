@@ -181,7 +181,7 @@ def answer_losses(
     tokens, positions = pad(answers, -(-longest // step) * step)
     nats, likely = _losses(functional, context, tokens, lengths)
     there = positions >= 0
-    return AnswerLosses(np.where(there, nats, 0).sum(1, np.float64), (likely | ~there).all(1))
+    return AnswerLosses(np.where(there, nats, 0).sum(1, np.float64), (likely | ~there).all(1))  # pyright: ignore[reportArgumentType]  # several answers give an array
 
 
 def _losses(

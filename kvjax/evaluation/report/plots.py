@@ -37,7 +37,7 @@ _DASHES = (
 _DEPTH_BINS = 5
 _NATS_TICKS = (-1, -0.1, -0.01, 0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
-LOOK: dict[str, Any] = {
+LOOK: dict[Any, Any] = {
     "font.sans-serif": ["DejaVu Sans", "Arial"], "font.size": 8,
     "axes.titlesize": 9, "axes.labelsize": 8, "xtick.labelsize": 7, "ytick.labelsize": 7,
     "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,

@@ -177,8 +177,9 @@ def _answers(results: Results, panel: tuple, rows: Sequence[Row | None], prompts
         mean, low, high = row.score[:3]
         # Rounded outwards: 100-100 would claim more certainty than 200 of 200 cases give.
         detail = f"{math.floor(100 * low)}-{math.ceil(100 * high)}"
-        ranked = full is not None and row.method != "full" and not at_floor
-        return Field(percent(mean), detail, AS_FULL * (ranked and low <= full.mean <= high))
+        ranked = row.method != "full" and not at_floor
+        as_full = full is not None and ranked and low <= full.mean <= high
+        return Field(percent(mean), detail, AS_FULL * as_full)
 
     return Column(_label(task), question or "", _fields(rows, score), at_floor, prompts)
 

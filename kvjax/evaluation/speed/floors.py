@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
@@ -10,7 +12,7 @@ from kvjax.generation.prompt_checks import bucket
 
 def cache_room(
     model: LanguageModel | FunctionalModel, prompt_tokens: int, new_tokens: int
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Returns the sizes for which `generate` makes caches, as arguments of `kvjax.read`.
 
     Example:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -255,7 +256,7 @@ def dataset(
     name: str,
     tokenizer: Any,
     *,
-    data: str | Path | None = None,
+    data: str | os.PathLike[str] | None = None,
     length: int | None = None,
     cases: int | None = None,
     chat: bool | None = None,
@@ -419,7 +420,7 @@ def split_tokens(tokenizer: Any, context: str, question: str) -> tuple[list[int]
 # Records
 
 
-def _records(row: _DataSet, data: str | Path | None) -> list[Record]:
+def _records(row: _DataSet, data: str | os.PathLike[str] | None) -> list[Record]:
     """Reads the records of the file: a JSON object per line, with the fields of the task."""
     if data is None:
         path, content = _downloaded(row.files[1])

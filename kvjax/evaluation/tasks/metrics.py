@@ -161,8 +161,8 @@ def choice(text: str, reference: str, **details: Any) -> float:
       >>> choice("Answer: (B) Because of C", "B")
       1.0
     """
-    letters = [re.search(r"\b[A-D]\b", part) for part in (text, reference)]
-    return float(None not in letters and letters[0][0] == letters[1][0])
+    first, second = (re.search(r"\b[A-D]\b", part) for part in (text, reference))
+    return float(first is not None and second is not None and first[0] == second[0])
 
 
 def exponential_similarity(text: str, reference: str, **details: Any) -> float:
@@ -173,11 +173,10 @@ def exponential_similarity(text: str, reference: str, **details: Any) -> float:
       >>> exponential_similarity("about 70% of 50 reviews", "60%")
       0.5
     """
-    shares = [re.search(r"(\d+\.?\d*)%", part) for part in (text, reference)]
-    if None in shares:
+    first, second = (re.search(r"(\d+\.?\d*)%", part) for part in (text, reference))
+    if first is None or second is None:
         return 0.0
-    first, second = (float(share[1]) for share in shares)
-    return 2.0 ** (-abs(first - second) / 10)
+    return 2.0 ** (-abs(float(first[1]) - float(second[1])) / 10)
 
 
 def concordance(text: str, reference: str, **details: Any) -> float:

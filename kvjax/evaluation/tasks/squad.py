@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +44,7 @@ class _Paragraph(NamedTuple):
 def squad(
     tokenizer: Any,
     *,
-    data: str | Path | None,
+    data: str | os.PathLike[str] | None,
     length: int,
     cases: int,
     frame: Frame,
@@ -194,7 +195,7 @@ def _cases(
         )  # fmt: skip
 
 
-def read_articles(data: str | Path | None) -> tuple[Path, list[list[dict[str, Any]]]]:
+def read_articles(data: str | os.PathLike[str] | None) -> tuple[Path, list[list[dict[str, Any]]]]:
     """Reads the paragraphs of each article, and checks what is used of them.
 
     Raises:

@@ -76,8 +76,8 @@ class Offloaded:
           size: M, the new rows that it takes between two flushes.
         """
         codec = RowCodec.of(payload) if isinstance(payload, Quantized) else None
-        *places, head_dim = payload.shape
-        shape = (*places, head_dim if codec is None else codec.width)
+        batch, heads, slots, head_dim = payload.shape
+        shape = (batch, heads, slots, head_dim if codec is None else codec.width)
         dtype = payload.dtype if codec is None else jnp.uint8
         recent = Recent.empty(shape, dtype, size)
         return cls(_in_host_memory(jnp.zeros(shape, dtype), size), recent, codec)

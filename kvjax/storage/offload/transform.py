@@ -21,6 +21,7 @@ from kvjax.storage.offload.payload import HOST_MEMORY, Offloaded, memory_kinds, 
 from kvjax.storage.quantize.transform import Quantize
 from kvjax.storage.recent import places
 from pallas_kernels import host_rows
+from pallas_kernels.base.annotations import NoneElsewhere
 
 INTERVAL = 320  # ClusterKV's interval, used behind methods that have none of their own
 
@@ -42,8 +43,8 @@ class Resident:
     """
 
     slots: Int[Array, "B K R*N"] | None
-    k: Float[Array, "B K R*N D"] | None
-    v: Float[Array, "B K R*N D"] | None
+    k: Float[Array, "B K R*N D"] | NoneElsewhere
+    v: Float[Array, "B K R*N D"] | NoneElsewhere
     selected: Int[Array, "B K"]
     found: Int[Array, "B K"]
     fetched: Int[Array, "B K"]
@@ -167,7 +168,7 @@ class Offload(KVTransform):
                 f"{cache.interval} steps, got interval={self.interval}"
             )
         size = min(cache.interval, max(cache.max_new, 1))
-        k, v = (Offloaded.zeros(payload, size) for payload in (cache.k, cache.v))
+        k, v = (Offloaded.zeros(payload, size) for payload in (cache.k, cache.v))  # pyright: ignore[reportArgumentType]  # `in_chain` lets no others in
         (batch, _, slots, _), (lists, length) = k.shape, cache.lists
         entries = (batch, lists, self.recent_steps * length)
 
@@ -190,7 +191,8 @@ class Offload(KVTransform):
     def select(self, view: View, state: Resident, query: Array) -> tuple[View, Resident]:
         """Collects the selected rows: recent ones, resident ones, and others from the host."""
         k, v = (cast(Offloaded, x) for x in (view.cache.k, view.cache.v))  # which `init` has made
-        index, length = view.index, view.cache.lists[1]
+        index = cast(Array, view.index)  # which a part before this one has selected
+        length = view.cache.lists[1]
         recent_place = k.recent.places(index)
         stored = (index >= 0) & (recent_place < 0)
         there, *resident_rows = state.at(index, k.shape[2])

@@ -79,7 +79,7 @@ class Form:
         x = self.basis(rows if channels is None else channels.inside(rows))
         if self.in_groups:  # scales of groups get the dtype of the rows
             x = x.astype(rows.dtype)
-            return Encoded(*quantise_groups(x, self.group, self.axis, self.bits))
+            return Encoded(*quantise_groups(x, self.group, self.axis, self.bits))  # pyright: ignore[reportArgumentType]  # not 8, as they are `in_groups`
         return Encoded(*quantise_slots(x, jnp.dtype(EIGHT_BITS[self.bits])))
 
     def decode(self, encoded: Encoded, channels: Channels | None = None) -> Float[Array, "B K N D"]:

@@ -13,6 +13,7 @@ from kvjax.cache.payload import sum_into, take_slots
 from kvjax.cache.selection import keep_best
 from kvjax.cache.slots import sorted_slots
 from pallas_kernels import kmeans
+from pallas_kernels.base.annotations import NoneElsewhere
 
 Metric = Literal["cosine", "l2", "inner_product"]
 
@@ -32,8 +33,8 @@ class Points(NamedTuple):
     position: Int[Array, "B H N"]
     members: Bool[Array, "B H N"]
     number: Float[Array, "B H N"]
-    values: Float[Array, "B H N D"] | None = None
-    mass: Float[Array, "B H N"] | None = None
+    values: Float[Array, "B H N D"] | NoneElsewhere = None
+    mass: Float[Array, "B H N"] | NoneElsewhere = None
 
     def means(
         self, label: Int[Array, "B H N"], clusters: int, implementation: str | None
@@ -63,8 +64,8 @@ class Clustering(NamedTuple):
     centroids: Float[Array, "B H C D"]
     sizes: Int[Array, "B H C"]
     there: Bool[Array, "B H C"]
-    values: Float[Array, "B H C D"] | None = None
-    mass: Float[Array, "B H C"] | None = None
+    values: Float[Array, "B H C D"] | NoneElsewhere = None
+    mass: Float[Array, "B H C"] | NoneElsewhere = None
 
 
 class KMeansOptions(NamedTuple):

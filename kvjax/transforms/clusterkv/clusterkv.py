@@ -369,8 +369,9 @@ class ClusterKV(Recall):
 
     def _chunk(self, slots: int) -> int:
         """Returns how many of `slots` slots are clustered together."""
-        together = self.chunk is None or self.clusters is not None
-        return slots if together else min(self.chunk, slots)
+        if self.chunk is None or self.clusters is not None:
+            return slots
+        return min(self.chunk, slots)
 
     def _per_cluster(self, length: Counts, budget: Counts) -> Counts:
         """Returns the tokens per cluster of rows with these prompt lengths and budgets."""

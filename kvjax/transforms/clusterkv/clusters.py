@@ -13,6 +13,7 @@ from kvjax.cache.slots import KVCache
 from kvjax.protocol import Estimate
 from kvjax.serialization import pytree_node
 from kvjax.transforms.clusterkv.chunks import Points
+from pallas_kernels.base.annotations import NoneElsewhere
 
 
 @pytree_node
@@ -39,8 +40,8 @@ class Clusters:
     sinks: Int[Array, "B H"]
     budget: Int[Array, " B"]
     per_cluster: Int[Array, " B"]
-    values: Float[Array, "B H C D"] | None = None
-    mass: Float[Array, "B H C"] | None = None
+    values: Float[Array, "B H C D"] | NoneElsewhere = None
+    mass: Float[Array, "B H C"] | NoneElsewhere = None
 
     room = property(lambda self: self.sizes.shape[2] - self.number)  # for further clusters
     # Number of slots of the sinks and of all clusters.

@@ -45,6 +45,7 @@ from kvjax.transforms.kvcrush.representatives import (
 from kvjax.transforms.kvcrush.units import Granularity, unit_size, whole_units
 from kvjax.transforms.random import check_seed, layer_key, uniform
 from pallas_kernels import hamming_distance, pack_bits
+from pallas_kernels.base.annotations import NoneElsewhere
 
 REPRESENTATIVE = "representative"
 
@@ -205,7 +206,7 @@ class KVCrush(Wrapper):
         decision, state = super().on_prompt(cache, state, step)
         if decision is None or isinstance(decision, Mark):
             return decision, state
-        kept, bits = self._behaviour(cache, decision)
+        kept, bits = self._behaviour(cache, decision)  # pyright: ignore[reportArgumentType]  # it keeps
         evicted = cache.live & ~kept
         chosen = self._representatives(cache, step, bits, evicted, state)
         # A head from which the base evicts nothing keeps its earlier representatives.
@@ -245,7 +246,7 @@ class KVCrush(Wrapper):
         self,
         cache: KVCache,
         step: Step,
-        bits: Bool[Array, "B Q S"] | None,
+        bits: Bool[Array, "B Q S"] | NoneElsewhere,
         evicted: Bool[Array, "B H S"],
         state: KVCrushState,
     ) -> Bool[Array, "B H S"]:
@@ -265,7 +266,7 @@ class KVCrush(Wrapper):
         distance = hamming_distance(pack_bits(vectors), pack_bits(anchor)[:, None])
         draw = None
         if self.pick == "random":
-            draw = functools.partial(uniform, pick_key, heads=cache.heads)
+            draw = functools.partial(uniform, pick_key, heads=cache.heads)  # pyright: ignore[reportArgumentType]  # there is one where it `draws`
         buckets, most = count // self.unit, most // self.unit
         chosen = bucket_representatives(distance, units.any(evicted), buckets, most, draw)
         return evicted & units.slots(chosen)

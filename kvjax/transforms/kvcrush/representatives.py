@@ -13,6 +13,7 @@ from kvjax.cache.payload import max_into, take_slots, write_slots
 from kvjax.cache.selection import keep_best
 from kvjax.cache.slots import sorted_slots
 from pallas_kernels import kmeans
+from pallas_kernels.base.annotations import NoneElsewhere
 
 Anchor = Literal["random", "mean", "median", "alternate"]
 Pick = Literal["middle", "random"]
@@ -21,7 +22,10 @@ _LAST = jnp.iinfo(jnp.int32).max
 
 
 def anchor_bits(
-    name: Anchor, bits: Bool[Array, "B U N"], present: Bool[Array, "B U"], key: Array | None
+    name: Anchor,
+    bits: Bool[Array, "B U N"],
+    present: Bool[Array, "B U"],
+    key: Array | NoneElsewhere,
 ) -> Bool[Array, "B N"]:
     """Returns the vector that distances are measured from.
 

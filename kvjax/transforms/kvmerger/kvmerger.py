@@ -21,6 +21,7 @@ from kvjax.serialization import named
 from kvjax.transforms.kvmerger.unmerged import Unmerged
 from kvjax.transforms.random import check_seed, layer_key, uniform
 from pallas_kernels import join_anchors, pair_cosine, pair_distance
+from pallas_kernels.base.annotations import NoneElsewhere
 from pallas_kernels.grouping.cosine import above
 
 
@@ -158,7 +159,7 @@ class KVMerger(Unmerged):
         self,
         cache: KVCache,
         keys: Float[Array, "B H S D"],
-        key: Array | None = None,
+        key: Array | NoneElsewhere = None,
         implementation: str | None = None,
     ) -> tuple[Int[Array, "B H S"], Float[Array, "B H S"]]:
         """Returns the slot of every slot's pivot, and every slot's weight in the merge.
@@ -202,7 +203,7 @@ class KVMerger(Unmerged):
         similarity = pair_cosine(keys, order, jnp.roll(order, -1, axis=-1), **options)
         joined = jnp.zeros_like(pairs)
         if self.against == "anchor":
-            joined = join_anchors(keys, order, pairs, self.epsilon, **options)
+            joined = join_anchors(keys, order, pairs, self.epsilon, **options)  # pyright: ignore[reportArgumentType]  # `__post_init__` demands one
         elif self.epsilon is not None:
             joined = pairs & above(similarity, self.epsilon, keys.shape[3])
         if self.budget is None:
@@ -223,7 +224,7 @@ class KVMerger(Unmerged):
         return older & ~keep_best(attention, older, cache.position, heavy)
 
     def _pivots(
-        self, cache: KVCache, sets: Int[Array, "B H S"], key: Array | None
+        self, cache: KVCache, sets: Int[Array, "B H S"], key: Array | NoneElsewhere
     ) -> Int[Array, "B H S"]:
         """Returns the slot of every slot's pivot; ties go to the lowest position."""
         if self.pivot == "attention":

@@ -259,7 +259,7 @@ class PyramidInferLayer(PyramidInferPrompt):
         """
         most = most_slots(self.budget, extent.longest_prompt, self.minimum)
         lengths = np.arange(extent.longest_prompt + 1)
-        window = int(self.window(self.observing(lengths), self.budget(lengths)).max())
+        window = int(self.window(self.observing(lengths), self.budget(lengths)).max())  # pyright: ignore[reportArgumentType]  # these are arrays of NumPy
         extent = super().extent(extent)
         tokens = np.arange(extent.new + 1)
         # Complete blocks before the window, when the last flush was up to `interval` steps ago.

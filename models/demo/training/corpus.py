@@ -39,7 +39,7 @@ def python_documents() -> Iterator[tuple[str, str]]:
 
 def _docstrings(path: Path) -> str:
     """Returns all docstrings of a file, in their order."""
-    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):  # templates and deliberately broken files

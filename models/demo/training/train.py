@@ -172,7 +172,7 @@ def train_step(
     """Takes one step of the optimizer on a batch (see `Tasks.batch`)."""
     gradient, metrics = jax.grad(loss, has_aux=True)(state.params, graphdef, batch)
     updates, inner = optimizer.update(gradient, state.optimizer, state.params)
-    return TrainState(optax.apply_updates(state.params, updates), inner), metrics
+    return TrainState(optax.apply_updates(state.params, updates), inner), metrics  # pyright: ignore[reportArgumentType]  # Optax knows no NNX
 
 
 def make_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
@@ -201,7 +201,7 @@ def make_tasks(tokenizer: Tokenizer, texts: Sequence[str]) -> Tasks:
         lambda text: tokenizer.encode(text, add_special_tokens=False).ids, stream,
         FreeWords.of(tokenizer.get_vocab(), held_out),
         vocab=tokenizer.get_vocab_size(), special=2,
-        bos=tokenizer.token_to_id(BOS), eos=tokenizer.token_to_id(EOS),
+        bos=tokenizer.token_to_id(BOS), eos=tokenizer.token_to_id(EOS),  # pyright: ignore[reportArgumentType]  # it has both
     )  # fmt: skip
 
 

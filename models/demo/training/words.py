@@ -83,7 +83,7 @@ def given_keys(
     """Makes different pairs of the given words, some of which share a word."""
     sizes = _pool_sizes(rng, count)
     firsts, seconds = (
-        [words[index] for index in rng.permutation(len(words))[:size]]
+        [words[int(index)] for index in rng.permutation(len(words))[:size]]
         for words, size in zip((first, second), sizes, strict=True)
     )
     return _pairs(rng, firsts, seconds, count)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
 import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,7 +53,7 @@ def ruler(
     cases: int,
     seed: int,
     frame: Frame,
-    data: str | Path | None = None,
+    data: str | os.PathLike[str] | None = None,
 ) -> Task:
     """Makes cases of one of RULER's tasks, each with a prompt of exactly `length` tokens.
 
