@@ -12,7 +12,8 @@ import pytest
 import kvjax
 from kvjax.kit import Dense, Keep, Mark, Retain, Stage, decoding_extent, newest
 from kvjax.testing import ConformanceError, check
-from tests.support.cases import BUDGET, OUTLIERS, chelsea, compositions, kinds, registered
+from tests.support.cases import BUDGET, OUTLIERS, chelsea, compositions, registered
+from tests.support.marks import some_slow
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,10 @@ METHODS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", kinds(METHODS, "every", "h2o"))
+SOME = {"kvzip", "chelsea", "clusterkv"}  # all others run before a release
+
+
+@pytest.mark.parametrize("name", some_slow(METHODS, "every", "h2o", exhaustive={*METHODS} - SOME))
 def test_a_right_method_passes(name):
     check(METHODS[name], num_layers=3)
 

@@ -18,6 +18,7 @@ from tests.generation.test_generate import RAGGED, model
 from tests.generation.test_head_profiles import LOOKED_UP, SAMPLE, of_head
 from tests.references.repetition import repetition
 from tests.support.attending import Tokens, right, run, same_arrays, slots_of
+from tests.support.marks import some_slow
 
 PAGE = Path(__file__).parents[2] / "docs" / "writing-a-method.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
@@ -47,11 +48,11 @@ CHECKS = [call for block in BLOCKS for call in CHECK.findall(block)]
 
 
 FAST = "TOVA(budget=12)", "kvjax.KVCrush(SmallKeys(budget=16), representatives=4)"
+# Compositions of what other checks have.
+LIKE_OTHERS = [call for call in CHECKS if "Quantize" in call or "Every" in call]
 
 
-@pytest.mark.parametrize(
-    "call", [pytest.param(x, marks=[pytest.mark.slow] * (x not in FAST)) for x in CHECKS]
-)
+@pytest.mark.parametrize("call", some_slow(CHECKS, *FAST, exhaustive=LIKE_OTHERS))
 def test_the_methods_of_the_page_conform(names, call):
     kvjax.testing.check(eval(call, names))
 

@@ -40,10 +40,7 @@ def made(name: str) -> kvjax.KVTransform:
 NAMES = [*TRANSFORMS, *MORE]
 FAST = "snapkv", "h2o", "another probe"
 # What looks at a prompt, or keeps it, in other ways; all others run before a release.
-KEPT = {
-    "pyramidinfer", "kvmerger", "clusterkv", "infinigen", "4 bits", "reposition", "unrotated",
-    "cam of h2o", "outlier heads",
-}  # fmt: skip
+KEPT = {"pyramidinfer", "clusterkv", "4 bits", "unrotated", "outlier heads"}
 
 
 def equal(one: kvjax.Context, other: kvjax.Context, kind: str = "accumulated") -> None:

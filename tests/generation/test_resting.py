@@ -47,8 +47,13 @@ def never_rests(monkeypatch):
     return make
 
 
+FAST = "4 bits", "head groups"
+# What a layer holds beside its slots; all others run before a release.
+BESIDE = {"clusterkv", "3 and 2 bits", "offload"}
+
+
 @pytest.mark.parametrize(
-    "name", some_slow(METHODS, "4 bits", "3 and 2 bits", "head groups", exhaustive={"codebook"})
+    "name", some_slow(METHODS, *FAST, "3 and 2 bits", exhaustive={*METHODS} - {*FAST, *BESIDE})
 )
 def test_turns_after_a_rest_are_those_without(name, never_rests):
     """In tokens and logits, bit for bit; and nothing of the shapes of the caches is lost."""
@@ -65,7 +70,9 @@ def test_turns_after_a_rest_are_those_without(name, never_rests):
     np.testing.assert_array_equal(later.context.logits, went_on.context.logits)
 
 
-@pytest.mark.parametrize("name", some_slow(METHODS, "4 bits", "head groups"))
+@pytest.mark.parametrize(
+    "name", some_slow(METHODS, *FAST, exhaustive={*METHODS} - {*FAST, *BESIDE})
+)
 def test_bytes_at_rest_are_those_of_live_slots(name):
     context = document(name, RAGGED[:1])
     live = 0

@@ -78,7 +78,7 @@ def test_answers_the_bundled_question_only_if_it_sees_the_needle(model, tokenize
             ("multi_needle", 1024, 20, 0.95), ("needle", 2048, 40, 0.97),
             ("multi_needle", 2048, 80, 0.95),
         ],
-        exhaustive=[("multi_needle", 2048, 80, 0.95)],
+        exhaustive=[("multi_needle", 1024, 20, 0.95), ("multi_needle", 2048, 80, 0.95)],
     ),
 )  # fmt: skip
 def test_retrieves_what_it_never_saw(model, tokenizer, haystack, task, length, cases, least):
