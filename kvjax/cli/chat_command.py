@@ -37,9 +37,8 @@ A line is a turn, and so are several lines pasted at once. Lines that are not tu
   /reset        begins anew, or goes back to what CONTEXT holds
   /quit         ends
 Ctrl-C ends an answer that is being written, and clears a line that has been begun.
-By default every token stays, in 8 bits. With --budget 0.19,
-by_head(chain(own_queries, quantize(bits=4, group=64))) keeps a fifth of a long text in
-the first turn."""
+By default every token stays, in 8 bits. Of a long text in the first turn, --budget 0.19
+--method 'by_head(chain(own_queries, quantize(bits=4, group=64)))' keeps a fifth."""
 EXAMPLES = """\
 examples:
   kvjax chat --model DIR
