@@ -119,7 +119,7 @@ class Calibration:
             return self
         layers, numbers = np.arange(self.shape[0])[:, None], np.array(heads)
         if numbers.max() >= self.shape[1]:
-            raise ValueError(f"{self!r} must be of all heads of the model, got one of some")
+            raise ValueError(f"{self!r} must be for all heads of the model, got one for some")
         cut: Any = {name: x[layers, numbers] for name, x in self.arrays.items()}
         return dataclasses.replace(self, **cut, cut_to=heads)
 

@@ -147,7 +147,7 @@ def as_scale(scale: Any) -> float:
     as static values are.
 
     Raises:
-      TypeError: the scale is an array, or no number.
+      TypeError: the scale is an array, or not a number.
       ValueError: the scale is not finite, or not above 0.
 
     Example:

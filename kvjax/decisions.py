@@ -56,7 +56,7 @@ class Decision:
     rewrites: ClassVar[Any] = False  # a bool, or a property of one
 
     def concerning(self, rows: Rows) -> Decision:
-        """Returns the decision about these rows, or rows and KV heads, alone."""
+        """Returns the decision, limited to these rows, or rows and KV heads."""
         if self.rows is not None:
             before, rows = (x.reshape(x.shape[0], -1) for x in (self.rows, rows))
             rows = before & rows
@@ -91,7 +91,7 @@ class Decision:
             )
 
     def apply(self, cache: KVCache, step: Step) -> KVCache:
-        """The cache after the decision, whose columns are set already."""
+        """Returns the cache after the decision; its columns are set already."""
         return cache
 
 
@@ -144,7 +144,7 @@ class Keep(Decision):
     with the highest score; ties go to the lower position, and NaN counts as the lowest score.
 
     Args:
-      budget: number of tokens to keep, of each row, or of each row and KV head.
+      budget: number of tokens to keep, for each row, or for each row and KV head.
       score: importance of each slot, per query head `[B, Q, S]` or per KV head `[B, H, S]`; None
         with `newest_first`.
       always: whether each slot stays whatever its score, such as sinks; None: none does.
@@ -173,7 +173,7 @@ class Keep(Decision):
         if (self.score is None) != self.newest_first:
             raise TypeError(
                 f"{whose}: Keep takes a score or newest_first=True, got {self.score!r:.40} and "
-                f"newest_first={self.newest_first}; what a step does not know at a moment is None"
+                f"newest_first={self.newest_first}; what a step does not have at a moment is None"
             )
         super().check(cache, whose)
 
@@ -204,7 +204,7 @@ class Keep(Decision):
         return cache.live & (best | cache.pinned | ~self.concerned())
 
     def apply(self, cache: KVCache, step: Step) -> KVCache:
-        """The cache with the others evicted."""
+        """Returns the cache with the other tokens evicted."""
         if step.moment != "step":
             return evict(cache, self.kept(cache))
         # At most one token is over the budget: three reductions in place of a ranking.
@@ -246,7 +246,7 @@ class Retain(Decision):
         return cache.live & (keep | ~self.concerned())
 
     def apply(self, cache: KVCache, step: Step) -> KVCache:
-        """The cache with the others evicted, and with new values."""
+        """Returns the cache with the other tokens evicted, and with new values."""
         kept, concerned = self.kept(cache), self.concerned()
         if self.values is not None:
             old, new = (x.astype(jnp.float32) for x in (exact_values(cache), self.values))
@@ -283,7 +283,7 @@ class Merge(Decision):
     rewrites: ClassVar[bool] = True
 
     def apply(self, cache: KVCache, step: Step) -> KVCache:
-        """The cache with merged slots."""
+        """Returns the cache with merged slots."""
         slot = jax.lax.broadcasted_iota(jnp.int32, self.into.shape, 2)
         into = jnp.where(self.concerned(), self.into, slot)
         merged = merge(cache, into, self.weights, implementation=step.implementation)
@@ -319,7 +319,7 @@ class Order(Decision):
     rewrites: ClassVar[bool] = True
 
     def apply(self, cache: KVCache, step: Step) -> KVCache:
-        """The cache with its slots in that order."""
+        """Returns the cache with its slots in that order."""
         return permute(cache, self.source, self.slots)
 
 

@@ -406,7 +406,7 @@ class Needs(NamedTuple):
         """Returns the requests of both.
 
         Raises:
-          ValueError: they have two probes, and one reading of a document has one.
+          ValueError: they have different probes; one reading of a document takes one.
         """
         probes = [needs.probe for needs in (self, other) if needs.probe is not None]
         if len(set(probes)) > 1:
@@ -611,8 +611,8 @@ class View:
       slots: slot of each new token, `[B, H, T]`; `cache.slots` where none was stored.
       index: slots to see, `[B, K, N]`, -1 = none; None = all of them in place.
       fixed: how many entries at the front every list of a cache has, such as sinks (static).
-      rows: keys and values of the selection, `[B, K, N, D]` each, and anything where an entry is
-        none, where a transform has fetched them already; None: attention reads them.
+      rows: keys and values of the selection, `[B, K, N, D]` each, if a transform has fetched them
+        already; entries that are none have anything there. None: attention reads them.
       estimate: what stands for the slots outside the selection; None: nothing does.
       window: sliding window of the attention, as given to `attend`: what lies outside it is not
         worth selecting (static).
@@ -747,7 +747,7 @@ class KVTransform:
             if new and any(hasattr(base, name) for base in cls.__bases__):
                 raise TypeError(
                     f"{cls.__name__} has a field {name!r}, which is a member of "
-                    f"{cls.__bases__[0].__name__}: name it otherwise"
+                    f"{cls.__bases__[0].__name__}: give it another name"
                 )
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
@@ -781,7 +781,7 @@ class KVTransform:
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, State]:
         """Adds columns, chooses the payload, and makes the transform's own state.
 
-        Numbers that differ between layers (seeds, projections) belong into the state, so that
+        Numbers that differ between layers (seeds, projections) belong in the state, so that
         layers are equal values and share compiled code.
 
         Arrays of the state are `[B, ...]`, and `[B, H, ...]` where they differ by head. An array
@@ -900,7 +900,7 @@ class Wrapper(KVTransform):
         return view, state._replace(base=base)
 
     def on_prompt(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
-        """Decides as the base does at the moment of the step; so do `on_flush` and `on_step`."""
+        """Decides as the base does, at every moment: `on_flush` and `on_step` are this too."""
         decision, base = decided_by(self.inner, cache, state.base, step)
         return decision, state._replace(base=base)
 

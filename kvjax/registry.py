@@ -105,7 +105,7 @@ def register(name: str, method: type[KVTransform]) -> None:
         raise TypeError(f"method must be a subclass of kvjax.KVTransform, got {method!r}{hint}")
     if not (name.isascii() and name.isidentifier()) or keyword.iskeyword(name):
         raise ValueError(
-            "name must be a word of letters, digits and underscores that is not a word of Python's,"
+            "name must be a word of letters, digits and underscores that is not a Python keyword,"
             f" got {name!r}"
         )
     source_of(method)  # is remembered as it is now

@@ -48,7 +48,7 @@ _CONTROL = ("while", "cond", "scan")
 
 
 class ConformanceError(AssertionError):
-    """The error that a method breaks a promise of the protocol.
+    """Raised when a method breaks a promise of the protocol.
 
     Example:
       >>> from dataclasses import dataclass

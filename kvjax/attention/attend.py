@@ -258,7 +258,7 @@ def begin_document(cache: Cache, length: Int[Array, " B"] | None = None) -> Cach
       A reading, which `attend` takes with the document's first tokens in the place of the cache.
 
     Raises:
-      TypeError: `cache` is not the cache of a layer, or `length` no array.
+      TypeError: `cache` is not the cache of a layer, or `length` is not an array.
       ValueError: `attend` has read tokens of the prompt already; `length` is not of its rows.
 
     Example:
@@ -356,7 +356,7 @@ def _attend_rectangle(cache: Any, tokens: Tokens, call: Call) -> tuple[Array, Pa
 def _check_tokens(tokens: Tokens) -> None:
     q, k, v, positions, predicted, _ = tokens
     if (k is None) != (v is None):
-        raise TypeError("k and v are given together, or neither of them, got one of them")
+        raise TypeError("give both k and v or neither of them, got one of them")
     heads = {"q": q} if k is None else {"q": q, "k": k, "v": v}
     for name, x in heads.items():
         check_array(name, x)
@@ -436,8 +436,8 @@ def _check_cache(cache: Cache, tokens: Tokens, call: Call) -> None:
     numbers = [head for part in cache for head in part.group_heads or ()]
     if sorted(numbers) != list(range(kv_heads)):
         raise ValueError(
-            "attend takes the cache of one layer, and of HeadGroups a tuple with one for each "
-            f"group: those given hold the KV heads {numbers} of {kv_heads}"
+            "attend takes the cache of one layer, or under HeadGroups a tuple with one for each "
+            f"group, got caches that hold the KV heads {numbers} of {kv_heads}"
         )
     group = query_heads // kv_heads
     for part in cache:
@@ -466,7 +466,7 @@ def _check_rectangle(
     if call.phase == "probe":
         _check_probe(transform, cache)
     elif call.phase == "prompt" and isinstance(cache, Reading) and cache.phase == "probe":
-        raise ValueError("the prompt has been looked at: it cannot go on, got phase='prompt'")
+        raise ValueError("the prompt cannot go on after phase='probe', got phase='prompt'")
     if call.phase != "decode":
         return
     if isinstance(cache, Reading):
@@ -482,7 +482,7 @@ def _check_rectangle(
     rings = (part for part in parts_of(transform) if isinstance(part, Ring))
     if (call.repeats or alone) and any(ring.window == cache.options.window for ring in rings):
         raise ValueError(
-            f"{transform!r} holds what the next token will see, and the last one sees a token more:"
+            f"{transform!r} holds what the next token will see, and the last one sees one more:"
             " make the caches with kvjax.init_caches(..., repeats=True), got "
             + ("queries without k and v" if alone else "repeats=True")
         )
@@ -511,7 +511,7 @@ def _check_probe(transform: KVTransform, cache: Part) -> None:
     """Raises ValueError unless tokens may look at a prompt now."""
     if transform.needs.reposition:
         raise ValueError(
-            f"{transform!r} rotates keys by rank, so that nothing can look at a prompt"
+            f"{transform!r} rotates keys by rank, so that no tokens can look at a prompt"
         )
     if not isinstance(cache, Reading):
         raise ValueError(

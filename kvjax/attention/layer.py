@@ -83,11 +83,11 @@ class LayerCache:
       state: the transform's own arrays.
       window: each row's last W queries, where a transform goes on with them while decoding; None
         otherwise.
-      rope: the last prompt's, and that of `init_cache` before, where a method looks at unrotated
-        keys at a flush; None otherwise.
+      rope: the rope of the last prompt, or of `init_cache` before the first one, if a method looks
+        at unrotated keys at a flush; None otherwise.
       heads: the layer's KV heads that are here, where `HeadGroups` has an order for each layer;
         None otherwise.
-      transform: what it was made for (static).
+      transform: the transform that it was made for (static).
       max_length: tokens of a row that it was made for, prompt and new ones together (static). A
         model that decides by the length of a text decides by this number, so that one text gives
         the same result in one call, in turns, in chunks and token by token.
@@ -232,7 +232,9 @@ def check_caches(
     for cache in jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, Part | Packed)):
         if isinstance(cache, Packed):
             if not resting:
-                raise ValueError(f"{where}: the caches of a context at rest are Context.caches")
+                raise ValueError(
+                    f"{where}: a context at rest holds packed caches: take its .caches"
+                )
             cache = cache.cache
         if isinstance(cache, Reading):
             if not reading:

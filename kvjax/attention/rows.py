@@ -242,14 +242,14 @@ def _check_alike(cache: Part, new: Part) -> None:
     for name, expected, actual in _settings(cache, new):
         if expected != actual:
             raise ValueError(
-                f"the other caches must be made as those that get their rows, for {name}="
+                f"the other caches must be made like those that get their rows, for {name}="
                 f"{expected!r:.200}, got {actual!r:.200}"
             )
     (first, tree), (second, new_tree) = (jax.tree.flatten(_without_rope(x)) for x in (cache, new))
     kinds = [[(x.shape[1:], x.dtype) for x in arrays] for arrays in (first, second)]
     if tree != new_tree or kinds[0] != kinds[1]:
         raise ValueError(
-            "the other caches must have arrays as those that get their rows: both with complete "
+            "the other caches must have arrays like those that get their rows: both with complete "
             "prompts or after the same chunk of one, of one dtype, and of methods for the same "
             "layers"
         )

@@ -247,8 +247,8 @@ class Payload(Protocol):
     def map_slots(self, change: OfPlaces, slots: int) -> Payload:
         """Applies `change(x, per, places)` to the arrays in device memory that have slots.
 
-        Such an array has a place in its third axis for every `per` slots, and `slots` slots take
-        so many `places`. Arrays beside the slots stay as they are.
+        Such an array has a place in its third axis for every `per` slots; `places` is how many
+        places `slots` slots take. Arrays beside the slots stay as they are.
         """
         ...
 

@@ -135,7 +135,7 @@ class KVCache:
 
     @property
     def sizes(self) -> Sizes:
-        """The number of places of all kinds, as it is now."""
+        """The current number of slots, and of places beside them for keys and for values."""
         return Sizes(self.slots, self.k.beside, self.v.beside)
 
     @property
@@ -162,7 +162,7 @@ class KVCache:
         """Returns the values of one column, `[B, H, S, ...]`.
 
         Raises:
-          NotAskedFor: it is withheld from the method that reads.
+          NotAskedFor: the method that reads the column has not asked for it.
         """
         if name in self.withheld:
             raise NotAskedFor(name)

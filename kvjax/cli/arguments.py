@@ -21,10 +21,10 @@ COMMANDS = {
     "compare": "measure what methods keep: answers, perplexity, attention, bytes",
     "eval": "run published tasks through compressed caches",
     "bench": "measure what methods cost: times and bytes, beside the machine's own",
-    "show": "show what kvjax compare or kvjax eval found",
-    "diagnose": "find the smallest cache that holds for a text of yours",
+    "show": "show the results of kvjax compare or kvjax eval",
+    "diagnose": "find the smallest cache that suffices for a text of yours",
     "profile": "measure which share of a cache each head of a model needs",
-    "plan": "what devices will hold, and how many requests fit",
+    "plan": "say what devices will hold, and how many requests fit",
     "methods": "list the methods of compression",
 }
 """Commands with their help texts. Each is a module of this folder, such as `generate_command`."""

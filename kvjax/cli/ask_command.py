@@ -25,8 +25,8 @@ from kvjax.messages import printable
 
 DESCRIPTION = """\
 Answers questions about a document that kvjax read has read, all of them in one
-batch, whose rows are a power of two, so that few of its sizes are compiled for.
-The folder stays as it is, and no question knows of another. A conversation that
+batch, which is padded to a power of two of rows, so that few sizes are compiled.
+The folder stays as it is, and no question sees another. A conversation that
 kvjax chat has saved can be asked, too: each question is its next turn. In a library,
 which kvjax read makes of several documents, every document is asked, one after the
 other; FOLDER/NAME is one of them."""
@@ -40,9 +40,12 @@ examples:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
     parser.add_argument("folder", metavar="FOLDER",
-        help="of kvjax read, a document or a library, or of /save in kvjax chat")  # fmt: skip
+        help="folder of kvjax read, of one document or a library, or of /save in chat")  # fmt: skip
     parser.add_argument(
-        "questions", metavar="QUESTION", nargs="+", help="about the document, or about each one"
+        "questions",
+        metavar="QUESTION",
+        nargs="+",
+        help="a question about the document, or about each",
     )
     options.add_model(parser, "the one that read the document")
     parser.add_argument("--max-new", metavar="N", type=int,

@@ -44,11 +44,11 @@ _DRAWING = 3
 _Subject = tuple[Any, int, Callable[[], tuple[Any, Any]]]
 
 DESCRIPTION = """\
-Measures methods against the full cache: time to the first token, per further one
+Measures methods against the full cache: time to the first token, per further token
 and end to end, tokens per second, seconds of compilation, bytes of caches, resident
 bytes and their peak, for every combination of --tokens, --new and --batch. Beside
-them stands the least that the machine needs, by its bandwidth and its rate of
-products, which are measured too. A model is given with its weights, or as a shape
+them stands the least time that the machine needs, by its memory bandwidth and its
+rate of multiplications, which are measured too. A model is given with its weights, or as a shape
 that gets random ones."""
 EXAMPLES = """\
 examples:
@@ -63,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     options.add_model(parser)
     add("--shape", metavar="DIR_OR_NAME",
-        help="folder with config.json, such a file, a GGUF file, or a name such as llama-3.1-8b, "
+        help="folder with config.json, a config.json, a GGUF file, or a name such as llama-3.1-8b, "
         "in place of --model: a model of these sizes with random weights reads random "
         "tokens")  # fmt: skip
     add("--layers", metavar="N", type=int,
@@ -78,10 +78,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_methods(parser, METHODS, full=True)
     options.add_budget(parser)
     add("--rounds", metavar="N", type=int, default=speed.ROUNDS,
-        help="in which every method runs once; the fastest counts (default: "
+        help="rounds; every method runs once in each, the fastest counts (default: "
         f"{speed.ROUNDS})")  # fmt: skip
     add("--dtype", choices=("bfloat16", "float16", "float32"),
-        help="of weights, keys and values (default: float32 on a CPU, else bfloat16)")  # fmt: skip
+        help="dtype of weights, keys and values (default: float32 on a CPU, else "
+        "bfloat16)")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> None:

@@ -31,15 +31,14 @@ _MOST_NEW = 512  # default of --max-new
 DESCRIPTION = """\
 A conversation whose whole history is one compressed cache. It begins anew, or goes
 on from a CONTEXT: a document of kvjax read, or a conversation that was saved.
-A line is a turn, and so are lines that are pasted together. Lines that are not turns:
+A line is a turn, and so are several lines pasted at once. Lines that are not turns:
   /bytes        says what the cache holds and how much room is left
   /save FOLDER  saves the conversation; without FOLDER, where it was saved before
   /reset        begins anew, or goes back to what CONTEXT holds
   /quit         ends
 Ctrl-C ends an answer that is being written, and clears a line that has been begun.
-By default every token stays, in 8 bits. With --budget 0.19,
-by_head(chain(own_queries, quantize(bits=4, group=64))) keeps a fifth of a long text in
-the first turn."""
+By default every token stays, in 8 bits. Of a long text in the first turn, --budget 0.19
+--method 'by_head(chain(own_queries, quantize(bits=4, group=64)))' keeps a fifth."""
 EXAMPLES = """\
 examples:
   kvjax chat --model DIR
@@ -57,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_template(parser, "what is said")
     options.add_method(parser, default=_METHOD, whole="what --max-prompt has room for")
     parser.add_argument("--max-prompt", metavar="TOKENS", type=int,
-        help="room for all that is said to the model, and as much again for all that it answers "
+        help="room for all tokens that the model is told, and as much again for all its answers "
         "(default: 4096, or half of the model's positions)")  # fmt: skip
     parser.add_argument("--max-new", metavar="N", type=int,
         help="most tokens of an answer (default: as before in CONTEXT, or 512)")  # fmt: skip
@@ -302,8 +301,8 @@ def _check_no_more(args: argparse.Namespace) -> None:
     names = [name for name, value in given.items() if value is not None]
     if names:
         raise ValueError(
-            f"a CONTEXT goes on as it was begun, without {' and '.join(names)}: leave that out, or "
-            "give it to kvjax read or to a new conversation"
+            f"a CONTEXT takes no {' and no '.join(names)}, since it goes on as it began: give "
+            "that to kvjax read or to a new conversation"
         )
 
 

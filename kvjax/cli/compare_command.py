@@ -29,7 +29,7 @@ _GRID = (
 
 DESCRIPTION = """\
 Runs methods over budgets and prompt lengths: which questions about a long text
-are still answered, what held-out text costs, what attention loses, and bytes.
+are still answered, the loss of held-out text, the error of attention, and bytes.
 Prints a table and writes results.csv, pictures and report.html.
 An interrupted run goes on when the same command is given again, and a command
 with more methods, budgets, tasks, lengths or cases measures what is missing."""
@@ -44,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
     add_grid_options(parser, "kvjax-compare", grid.LENGTHS)
     options.add_list(parser, "--tasks", value_type=options.name_list, default=grid.DEFAULT_TASKS,
-        about="see kvjax eval --help")  # fmt: skip
+        about="tasks of kvjax eval --help")  # fmt: skip
 
 
 def add_grid_options(parser: argparse.ArgumentParser, out: str, lengths: tuple[int, ...]) -> None:
@@ -60,17 +60,18 @@ def add_grid_options(parser: argparse.ArgumentParser, out: str, lengths: tuple[i
     add = functools.partial(options.add_list, parser)
     add("--lengths", value_type=options.number_list, default=lengths, about="tokens of a prompt")
     add("--question", value_type=options.name_list, default=grid.QUESTIONS, dest="questions",
-        about="compressed with the text, or asked when the text is compressed")  # fmt: skip
+        about="inside: compressed with the text; after: asked once the text is "
+        "compressed")  # fmt: skip
     add("--depths", value_type=options.depth_list, default=grid.DEPTHS,
         about="where in the text the answer is, 0 to 1, or how many such places")  # fmt: skip
     add("--cases", value_type=int, default=grid.CASES, metavar="N",
-        about="per task, length and question")  # fmt: skip
+        about="cases per task, length and question")  # fmt: skip
     parser.add_argument("--max-new", metavar="N", type=int,
         help="most tokens of an answer (default: what each task says)")  # fmt: skip
     parser.add_argument("--chat", action=argparse.BooleanOptionalAction,
         help="prompts of published tasks are messages of the model's chat template (default: as "
         "each benchmark has it; RULER and SQuAD have none)")  # fmt: skip
-    add("--seed", value_type=options.seed, default=0, about="of the cases", metavar="N")
+    add("--seed", value_type=options.seed, default=0, about="seed of the cases", metavar="N")
     add("--out", value_type=str, default=out, about="folder of the results", metavar="DIR")
 
 

@@ -40,8 +40,8 @@ _ANY = "streaming_llm"  # takes all budgets: stands for the default methods befo
 DESCRIPTION = """\
 Reads a text once, and says for each method and budget how far the outputs of
 attention are from those of the full cache, by layer and head, and how many
-bytes the cache takes. Recommends the smallest cache under an error. The
-question is compressed with the text, or asked when the text is compressed."""
+bytes the cache takes. Recommends the smallest cache whose error is
+within --error. The question is compressed with the text, or asked afterwards."""
 EXAMPLES = """\
 examples:
   kvjax diagnose --prompt-file book.txt --model DIR
@@ -67,9 +67,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="largest relative error of the recommended cache (default: "
         f"{ERROR})")  # fmt: skip
     parser.add_argument("--new", metavar="N", type=int, default=NEW_TOKENS,
-        help="new tokens that errors are means over (default: "
+        help="number of new tokens over which errors are averaged (default: "
         f"{NEW_TOKENS})")  # fmt: skip
-    parser.add_argument("--out", metavar="FOLDER", help="where pictures are drawn")
+    parser.add_argument("--out", metavar="FOLDER", help="folder for pictures")
 
 
 def run(args: argparse.Namespace) -> None:

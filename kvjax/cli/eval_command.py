@@ -10,11 +10,11 @@ from kvjax.evaluation.cells import grid
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_options", "run"]
 
 DESCRIPTION = """\
-Runs tasks through the caches of methods and budgets, beside the full cache:
-RULER (generated in a text), LongBench, ZeroSCROLLS, XSum, GSM8K and SQuAD, where
-the loss of right answers is measured (from files in --data), the tasks of kvjax
-compare, perplexity and attention. Published tasks need packages:
-pip install 'kvjax[eval]'. Results are those of kvjax compare, and go on as there."""
+Runs tasks through the caches of methods and budgets, and through the full cache:
+RULER (generated in a text), LongBench, ZeroSCROLLS, XSum, GSM8K and SQuAD (from
+files in --data; for SQuAD, the loss of right answers is measured), the tasks of
+kvjax compare, perplexity and attention. Published tasks need packages:
+pip install 'kvjax[eval]'. Results are written, and runs go on, as with kvjax compare."""
 EXAMPLES = """\
 examples:
   kvjax eval niah_single_2 vt --model smollm2 --method snapkv --budget 0.2
@@ -26,6 +26,6 @@ examples:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
     parser.add_argument("tasks", metavar="TASK", nargs="+",
-        help=f"of {', '.join((*grid.ANSWERS, *grid.MEASURES))}")  # fmt: skip
+        help=f"one of {', '.join((*grid.ANSWERS, *grid.MEASURES))}")  # fmt: skip
     # Some published tasks do not fit into the shortest prompts of a comparison.
     add_grid_options(parser, "kvjax-eval", grid.LENGTHS[-1:])

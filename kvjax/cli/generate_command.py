@@ -25,7 +25,7 @@ DESCRIPTION = """\
 Continues prompts through a compressed cache. The text goes to standard output,
 figures to standard error. A model with a chat template takes each prompt as a
 user's message, unless --raw is given. Without --model, the bundled model
-continues the prompt. Without a prompt as well, it answers a question about a
+continues the prompt. Without a prompt either, it answers a question about a
 long document, with the method and with the full cache."""
 EXAMPLES = """\
 examples:
@@ -44,17 +44,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt", metavar="TEXT", action="append",
         help="text to continue; may be given several times")  # fmt: skip
     prompt.add_argument("--prompt-file", metavar="FILE",
-        help="UTF-8 file with it; - is standard input")  # fmt: skip
+        help="UTF-8 file with the text to continue; - is standard input")  # fmt: skip
     prompt.add_argument("--prompts", metavar="FILE",
         help="UTF-8 file with a prompt in each line, as text or as JSON: strings, or objects with "
         "a \"prompt\"; - is standard input")  # fmt: skip
     options.add_template(parser, "the prompt")
     options.add_method(parser)
     parser.add_argument("--max-new", metavar="N", type=int,
-        help="most new tokens (default: 128, for the bundled question 16)")  # fmt: skip
+        help="most new tokens (default: 128, or 16 for the bundled question)")  # fmt: skip
     parser.add_argument("--stop", metavar="TEXT", type=options.stop_text, action="append",
-        default=[], help="ends the text, and is not part of it, with names of special tokens for "
-        "these tokens; may be given several times")  # fmt: skip
+        default=[], help="ends the output, and is not part of it; names of special tokens in it "
+        "stand for the tokens; may be given several times")  # fmt: skip
     options.add_sampling(parser)
 
 

@@ -85,17 +85,17 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     """Adds the options of sampling."""
     add = parser.add_argument
     add("--model-sampling", action="store_true",
-        help="choose tokens as the model's generation_config.json or GGUF file asks, but for the "
-        "options given; by default the choice is greedy")  # fmt: skip
-    add("--temperature", metavar="T", type=float, help="0 is greedy (default: 0)")
+        help="choose tokens as the model's generation_config.json or GGUF file asks, except for "
+        "the options given; by default the choice is greedy")  # fmt: skip
+    add("--temperature", metavar="T", type=float, help="temperature; 0 is greedy (default: 0)")
     add("--top-k", metavar="K", type=int, help="draw from the K most likely tokens")
     add("--top-p", metavar="P", type=float,
-        help="draw from the most likely tokens that add up to P")  # fmt: skip
+        help="draw from the most likely tokens whose probabilities add up to P")  # fmt: skip
     add("--min-p", metavar="P", type=float,
         help="draw from tokens at least P times as likely as the likeliest")  # fmt: skip
     add("--repetition-penalty", metavar="R", type=float,
-        help="make tokens that were there before less likely, above 1 (default: 1)")  # fmt: skip
-    add("--seed", metavar="N", type=seed, default=0, help="of the draws (default: 0)")
+        help="above 1, makes tokens that occurred before less likely (default: 1)")  # fmt: skip
+    add("--seed", metavar="N", type=seed, default=0, help="seed of sampling (default: 0)")
 
 
 def number(text: str, expected: str) -> int | float:

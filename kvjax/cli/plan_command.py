@@ -47,18 +47,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
     add = parser.add_argument
     add("--model", metavar="DIR_OR_SHAPE", required=True,
-        help="folder with config.json, such a file, a GGUF file, or a name such as "
+        help="folder with config.json, a config.json, a GGUF file, or a name such as "
         "llama-3.1-8b or smollm2")  # fmt: skip
     add("--mesh", metavar="SIZES", type=mesh_sizes, default={"tensor": 1},
         help="devices that divide rows (data) and heads (tensor), as data=2,tensor=4 (default: "
         "one device)")  # fmt: skip
     add("--memory", metavar="GB", type=float, default=MEMORY,
-        help="of each device (default: 80)")  # fmt: skip
+        help="memory of each device (default: 80)")  # fmt: skip
     add("--bandwidth", metavar="GB/S", type=float, default=BANDWIDTH,
-        help="of each device's memory (default: 3350, an NVIDIA H100 SXM's)")  # fmt: skip
+        help="bandwidth of each device's memory (default: 3350, an H100 SXM's)")  # fmt: skip
     add("--tokens", metavar="N", type=int,
-        help="of a request's prompt (default: 131072, or what the model's positions "
-        "leave)")  # fmt: skip
+        help="tokens of a request's prompt (default: 131072, or as many as the model's "
+        "positions leave)")  # fmt: skip
     add("--new", metavar="N", type=int, default=512, help="new tokens (default: 512)")
     options.add_list(parser, "--batch", value_type=options.number_list, default=(1, 8, 32),
         about="requests at a time")  # fmt: skip

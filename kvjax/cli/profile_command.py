@@ -22,8 +22,8 @@ from kvjax.files import check_folder, writing
 from kvjax.generation.calibration import measured, sample_of
 
 DESCRIPTION = """\
-Reads pieces of a text, scores their tokens by a method, and writes which share
-of its tokens each head of the model needs at any budget. by_head(METHOD) in the
+Reads pieces of a text, scores their tokens by a method, and writes to a file which
+share of the tokens each head of the model needs at any budget. by_head(METHOD) in the
 other commands makes such a profile itself and keeps it in the user's cache;
 by_head(METHOD, profile='FILE') takes the one that is written here."""
 EXAMPLES = """\
@@ -38,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
     options.add_model(parser)
     parser.add_argument("--method", metavar="NAME", default="kvzip",
-        help="a method that by_head takes, such as kvzip and snapkv (default: kvzip)")  # fmt: skip
+        help="a method that by_head takes, such as kvzip or snapkv (default: kvzip)")  # fmt: skip
     parser.add_argument("--out", metavar="FILE", required=True, help="safetensors file to write")
     parser.add_argument("--text", metavar="FILE",
         help="UTF-8 file to take the pieces from; - is standard input (default: the text that "

@@ -34,22 +34,22 @@ _METHOD = "quantize"
 _MAX_QUESTIONS = 256  # tokens of a question, where the method has room for them
 
 DESCRIPTION = """\
-Reads a document into a compressed cache and saves that in a folder, for
+Reads a document into a compressed cache and saves the cache in a folder, for
 kvjax ask and kvjax chat. A document that the folder holds is replaced.
---piece reads and compresses so many tokens at a time, and saves what has been
-read: the same command, given again after Ctrl-C, goes on from there.
+--piece N reads and compresses N tokens at a time, and saves after each piece:
+the same command, given again after Ctrl-C, goes on from there.
 Several documents make a library: each is saved in FOLDER, in a folder with the name
 of its file without the ending. Those of similar length are read together. Given
 again, the command leaves documents that are there as they are, and reads the rest; so
 it goes on after Ctrl-C, and adds new documents. kvjax ask asks all or one.
 By default every token stays, in 8 bits. --bytes says how small the document has
-to be: 0.06 keeps about a quarter of the tokens, keys in 4 bits and values in 2, by
-what the document itself looks at, which on two small models answers questions about
-prose nearly as everything does, though the smaller one finds fewer needles; with half
-of that both lose more. The folder
-holds what the document takes; questions and answers get room when they come. The
-bytes of both are said, and so is a stored form that keeps every token where it
-takes no more bytes with room."""
+to be: 0.06 keeps about a quarter of the tokens, those that the document itself
+attends to, keys in 4 bits and values in 2. On two small models that answers questions
+about prose nearly as well as the full cache, though the smaller one finds fewer
+needles; with half of these bytes, both lose more. The folder holds the document
+alone; questions and answers get room when they come. The command says how many bytes
+the document takes without and with room, and names a stored form that keeps every
+token if that takes no more bytes with room."""
 EXAMPLES = """\
 examples:
   kvjax read book.txt --out book --model DIR
@@ -68,7 +68,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("documents", metavar="DOCUMENT", nargs="+",
         help="UTF-8 file; - is standard input")  # fmt: skip
     parser.add_argument("--out", metavar="FOLDER", required=True,
-        help="where it is saved; several documents are saved in folders in it")  # fmt: skip
+        help="where the document is saved; several documents get folders in it")  # fmt: skip
     options.add_model(parser)
     options.add_template(parser, "the document")
     # The default method keeps every token: questions are not known when the document is read.
@@ -77,13 +77,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="take the composition of kvjax.smallest for this share of the bytes of the full cache "
         "in bfloat16, such as 0.1, in place of --method")  # fmt: skip
     parser.add_argument("--max-questions", metavar="TOKENS", type=int,
-        help="room for the tokens of questions, also that of kvzip (default: 256, or fewer if the "
-        "method has room for fewer)")  # fmt: skip
+        help="room for the tokens of questions, and the most room that kvzip and own_queries get "
+        "(default: 256, or fewer if the method has room for fewer)")  # fmt: skip
     parser.add_argument("--max-new", metavar="N", type=int, default=128,
         help="room for the tokens of an answer (default: 128)")  # fmt: skip
     parser.add_argument("--piece", metavar="TOKENS", type=int,
-        help="read and compress so many tokens at a time, such as 2048, which bounds the memory "
-        "(default: all at once)")  # fmt: skip
+        help="read and compress this many tokens at a time, such as 2048, which bounds the "
+        "memory (default: all at once)")  # fmt: skip
 
 
 @dataclass(frozen=True)

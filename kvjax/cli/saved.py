@@ -113,7 +113,7 @@ class Saved:
         names = [field.name for field in dataclasses.fields(cls)][:-2]
         if missing := set(names) - about.keys():
             raise ValueError(
-                f"{folder} was not written by kvjax read or kvjax chat: it does not say its "
+                f"{folder} was not written by kvjax read or kvjax chat: it lacks "
                 f"{', '.join(sorted(missing))}"
             )
         record = about.get("conversation")
@@ -122,7 +122,7 @@ class Saved:
             read = about.get("reading")
             reading = None if read is None else Reading(**read)
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"what {folder} says of itself is damaged: {error}") from error
+            raise ValueError(f"the description in {folder} is damaged: {error}") from error
         so_named = {name: about[name] for name in names}
         return cls(**so_named, conversation=conversation, reading=reading)
 
@@ -174,7 +174,7 @@ class Saved:
             return given
         path = Path(self.model or "")
         if path.is_absolute() and not path.exists():
-            raise ValueError(f"the model of {folder} is no longer at {path}: say where by --model")
+            raise ValueError(f"the model of {folder} is no longer at {path}: --model says where")
         return self.model
 
     def dialogue(self, tokenizer: Any) -> Dialogue:

@@ -26,8 +26,8 @@ examples:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
-    parser.add_argument("folder", metavar="FOLDER", help="of kvjax compare or kvjax eval")
-    parser.add_argument("--out", metavar="DIR", help="where it is written (default: FOLDER)")
+    parser.add_argument("folder", metavar="FOLDER", help="folder of kvjax compare or kvjax eval")
+    parser.add_argument("--out", metavar="DIR", help="where files are written (default: FOLDER)")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -77,17 +77,17 @@ class HeadProfile(Calibration):
 class ByHead(LayerChoice, Learner):
     """Shares the budget of a method among all heads of all layers, by a profile of the model.
 
-    All heads get a part of the budget alike, `safeguard`, and the rest as the profile shares it at
-    this budget; the mean of all heads is the budget. Each layer stores its heads in up to three
-    rectangles of slots, so that heads that need little really take little memory. Layers share a
-    few layouts of rectangles.
+    The part `safeguard` of the budget goes to all heads alike, and the rest as the profile shares
+    it at this budget; the mean of all heads is the budget. Each layer stores its heads in up to
+    three rectangles of slots, so that heads that need little really take little memory. Layers
+    share a few layouts of rectangles.
 
     Args:
       base: a method with a budget that is a share, or a chain with one such method.
       profile: of the model that the transform is for, or the path of its file. None:
         `kvjax.calibrated` makes it, or finds it in the user's cache.
       safeguard: part of the budget that all heads get alike, from 0 to 1; 0.2. Without it, heads
-        that the profile hardly counts would have no token but sinks, and answers suffer.
+        to which the profile gives next to nothing would keep only sinks, and answers suffer.
 
     Raises:
       TypeError: `base` is not a transform, `profile` is not a profile, or `safeguard` is not a
@@ -162,8 +162,8 @@ class ByHead(LayerChoice, Learner):
         """Returns the method that scores, if the model has layers without a sliding window."""
         if model.windows and None not in model.windows:
             raise ValueError(
-                "a profile of heads needs a model with layers without a sliding window, which "
-                f"alone hold more than their windows, got windows of {brief(model.windows)}"
+                "a profile of heads needs layers without a sliding window, since only they hold "
+                f"more than a window, got windows of {brief(model.windows)}"
             )
         if getattr(foreseen(self._profiled, "prompt"), "score", None) is None:
             raise ValueError(

@@ -197,10 +197,12 @@ def _check_parts(parts: tuple[KVTransform, ...]) -> None:
         [part for part in parts if part.stage == stage] for stage in Stage
     )
     indexes = [part for part in reading if takes_part(part, "prompt")]
-    alone = (("indexes all slots", indexes), ("stores keys and values in one other form", storing))
+    alone = (("indexes all slots", indexes), ("changes how keys and values are stored", storing))
     for what, several in alone:
         if len(several) > 1:
-            raise ValueError(f"one part of a chain {what}, got {several[0]!r} and {several[1]!r}")
+            raise ValueError(
+                f"at most one part of a chain {what}, got {several[0]!r} and {several[1]!r}"
+            )
     if placing and (len(placing) > 1 or not indexes):
         raise ValueError(
             f"{placing[0]!r} stands once in a chain, behind a method that indexes all slots "

@@ -15,19 +15,19 @@ from kvjax.protocol import KVTransform, MethodHeads, check_transform
 
 
 def in_slots(transform: KVTransform, tokens: int) -> KVTransform:
-    """The composition in which every `budget` that is a share is a number of slots instead.
+    """Returns the composition with a number of slots for every `budget` that is a share.
 
     A share is taken of the tokens that a row has so far. A conversation begins with few tokens, of
     which a share is next to nothing, while most slots of its cache stay empty. With the number of
-    slots that the share comes to in the end, nothing is evicted before they are full. The cache
-    takes as many bytes.
+    slots that the share comes to in the end, nothing is evicted before these slots are full. The
+    cache takes no more bytes.
 
     `reserve` of `LayerBudgetEviction` and `SpindleKV`, `PyramidInfer` without a budget, and the
     budget that `ByHead` shares among heads are shares by definition and stay as they are.
 
     Args:
       transform: any.
-      tokens: that the shares are taken of: the `max_prompt` of the conversation.
+      tokens: number of tokens that shares are taken of: the `max_prompt` of the conversation.
 
     Raises:
       TypeError, ValueError: `transform` is not a transform, or `tokens` is below 1.

@@ -166,7 +166,7 @@ class HeadGroups(KVTransform):
     def with_transforms(
         self, transforms: Iterable[KVTransform], whole: KVTransform | None
     ) -> HeadGroups:
-        """Replaces the groups' transforms, in their order, and the method for all heads."""
+        """Returns a copy with these transforms of the groups and this method for all heads."""
         pairs = zip(self.groups, transforms, strict=True)
         groups = tuple((heads, tx) for (heads, _), tx in pairs)
         return dataclasses.replace(self, groups=groups, whole=whole)

@@ -34,7 +34,7 @@ def resident(field: str) -> int:
     """
     size = _read_table(_STATUS, field)
     if size is None:
-        raise ValueError(f"{_STATUS} says nothing of {field}")
+        raise ValueError(f"{_STATUS} has no {field}")
     return size
 
 

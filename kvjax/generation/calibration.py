@@ -329,8 +329,8 @@ def _named(method: Learner, model: Any, weights: bool = True) -> Calibration | N
         return None
     if not Path(path).exists():
         raise ValueError(
-            f"there is no {kind} at {path}: kvjax profile writes one of heads, and "
-            "kvjax.save_calibration any"
+            f"there is no {kind} at {path}: kvjax profile writes profiles of heads, and "
+            "kvjax.save_calibration any calibration"
         )
     calibration, belongs_to = _read(Path(path), model if weights else None)
     if (there := _text(belongs_to)) != (here := _text(method)):

@@ -92,7 +92,7 @@ class Context:
         """Raises ValueError if a call with `donate=True` has taken the context's memory over."""
         arrays = (x for x in jax.tree.leaves(self.held) if not isinstance(x, jax.core.Tracer))
         if any(isinstance(x, jax.Array) and x.is_deleted() for x in arrays):
-            raise ValueError("the context has been given away with donate=True: take the result's")
+            raise ValueError("the context has been given away with donate=True: use the result's")
 
     def __repr__(self) -> str:
         """Shows what the context was made for, and not the numbers that it holds."""

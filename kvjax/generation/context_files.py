@@ -206,7 +206,7 @@ def load_context(
     if [_dtype_and_shape(x) for x in stored] != expected_kinds:
         raise ValueError(
             f"{folder} was written by kvjax {content['kvjax']} with jax {content['jax']}, whose "
-            f"caches of {content['method']} are made otherwise than those of kvjax "
+            f"caches of {content['method']} differ from those of kvjax "
             f"{VERSION} with jax {jax.__version__}"
         )
     leaves = [

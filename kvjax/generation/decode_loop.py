@@ -378,7 +378,7 @@ class Writing:
           RuntimeError: there are more tokens to come.
         """
         if self._result is None:
-            raise RuntimeError("the result is there when all tokens have come")
+            raise RuntimeError("the result is there only when all tokens have come")
         return self._result
 
     def stop(self) -> Generation:

@@ -118,7 +118,9 @@ class ReadOnce:
         serving = (each for each in self._observed if _serves(each.transform.wanted, needs))  # pyright: ignore[reportAttributeAccessIssue]
         observed = next(serving, None)
         if observed is None:
-            raise ValueError(f"{transform!r} needs more of the prompt than was observed: name it")
+            raise ValueError(
+                f"{transform!r} needs more of the prompt than was observed: name it to ReadOnce"
+            )
         return observed
 
     def _compressed(self, transform: KVTransform, observed: Context) -> Context:

@@ -189,7 +189,9 @@ def _lines(
     layers = layers_of(caches, row)
     counts = [sum(part.kv.shape[1] for part in parts) for parts in layers]
     if len(set(counts)) > 1:
-        raise ValueError(f"caches must have as many lists of slots in all layers, got {counts}")
+        raise ValueError(
+            f"caches must have equally many lists of slots in all layers, got {counts}"
+        )
     parts = [part for parts in layers for part in parts]
     tokens = max(int(part.kv.length[row]) for part in parts)
     return np.concatenate([make_lines(part, row, tokens) for part in parts])

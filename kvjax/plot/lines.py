@@ -161,7 +161,7 @@ def head_shares(axes: Axes, profiles: Mapping[str, HeadProfile], budget: float) 
 def _named(lines: Mapping) -> Mapping:
     """Returns the argument; raises unless it is a dict with at least one entry."""
     if not isinstance(lines, Mapping):
-        raise TypeError(f"what is compared must be a dict by name, got {brief(lines)}")
+        raise TypeError(f"data to compare must be a dict by name, got {brief(lines)}")
     if not lines:
-        raise ValueError("what is compared must have a name, got an empty dict")
+        raise ValueError("data to compare must have at least one entry, got an empty dict")
     return lines

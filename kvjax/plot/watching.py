@@ -86,8 +86,8 @@ def watch(
       The steps, and the context after them.
 
     Raises:
-      TypeError, ValueError: the transform selects in no layer, `steps` is below 1, or `kvjax.read`
-        raises.
+      TypeError, ValueError: the transform selects in no layer, `steps` is below 1; or as
+        `kvjax.read`.
 
     Example:
       >>> import kvjax

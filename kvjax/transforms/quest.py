@@ -117,8 +117,8 @@ class Quest(Recall):
       estimate: let means stand for the pages that are not attended to.
 
     Raises:
-      TypeError, ValueError: a number out of range; `budget` below three pages or no multiple of
-        `page`; `spread` not above 0.
+      TypeError, ValueError: a number out of range; `budget` below three pages or not a multiple
+        of `page`; `spread` not above 0.
 
     Example:
       >>> import kvjax

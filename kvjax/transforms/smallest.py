@@ -31,9 +31,9 @@ def smallest(share: float, *, head_dim: int, room: int = 256) -> KVTransform:
     The share is of the bytes that the full cache takes in bfloat16. Room for questions comes on
     top. Where the share allows it, every token stays: in 8 bits, or with keys in 8 bits and values
     in 4, or in 4 bits. A smaller share keeps the tokens that `OwnQueries` scores best, and `ByHead`
-    shares them among heads: in 4 bits; where those would leave less than a quarter of the tokens,
-    with values in 2 bits; and where those would leave less than a fifth, with keys in 3. How well
-    each of them answers is measured in docs/results/documents.md, under "Answers against bytes".
+    shares them among heads: in 4 bits; if only less than a quarter of the tokens would fit so,
+    with values in 2 bits; and if less than a fifth would fit so, with keys in 3. How well each form
+    answers is measured in docs/results/documents.md, under "Answers against bytes".
 
     Args:
       share: share of the bytes, in (0, 1].

@@ -90,7 +90,7 @@ def test_errors():
     cache = standard("full").prompt_cache
     q, k, _, positions = tokens().at(last_tokens())
     for new, phase, error, message in (
-        ((k, None), "decode", TypeError, "k and v are given together"),
+        ((k, None), "decode", TypeError, "give both k and v"),
         ((None, None), "probe", ValueError, "need k and v, got None for phase='probe'"),
         ((None, None), "prompt", ValueError, "has been read with last=False"),
     ):

@@ -52,7 +52,7 @@ def test_a_model_is_found_from_another_folder(
 
     (tmp_path / "model").rename(tmp_path / "moved")
     said = error(capsys, *asked)
-    assert said.endswith(f"is no longer at {tmp_path}/model: say where by --model\n")
+    assert said.endswith(f"is no longer at {tmp_path}/model: --model says where\n")
     assert json.loads(output(capsys, *asked, "--model", "../moved"))["results"] == expected
 
 

@@ -208,10 +208,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_read(
 def test_contexts_of_other_programs(capsys, monkeypatch, no_weights):
     monkeypatch.setattr("kvjax.cli.saved.context_about", lambda _: {"model": None})
     said = error(capsys, "ask", "somewhere", "why")
-    assert (
-        "somewhere was not written by kvjax read or kvjax chat: it does not say its budget, doc"
-        in said
-    )
+    assert "somewhere was not written by kvjax read or kvjax chat: it lacks budget, doc" in said
 
 
 @pytest.mark.exhaustive  # the commands of README.md do nearly the same

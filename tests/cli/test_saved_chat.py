@@ -165,7 +165,7 @@ def test_where_a_conversation_is_saved(chat, new, book, tmp_path):
 
 def test_what_a_context_has_decided(capsys, no_weights, tmp_path):
     said = error(capsys, "chat", tmp_path, "--method", "h2o", "--max-prompt", "64")
-    assert "without --method and --max-prompt: leave that out" in said
+    assert "takes no --method and no --max-prompt, since it goes on as it began" in said
     assert f"{tmp_path} is not the folder of a context" in error(capsys, "chat", tmp_path)
 
 

@@ -574,7 +574,7 @@ def test_a_head_dim_that_does_not_fit(head_dim, words, axis):
 
 def test_chains_that_cannot_work():
     channel, cluster = FORMS["channel"], READING["clusterkv"]
-    with pytest.raises(ValueError, match="in one other form"):
+    with pytest.raises(ValueError, match="at most one part of a chain changes how"):
         chain(Quantize(8), channel)
     with pytest.raises(ValueError, match="fetches slots one by one: take key_axis='token'"):
         chain(Quantize(4, key_axis="channel"), cluster, kvjax.Offload())

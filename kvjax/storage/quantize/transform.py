@@ -93,8 +93,8 @@ class Quantize(KVTransform):
       TypeError, ValueError: a number out of range; bits or an axis that is not offered; an option
         that has no effect with these bits. In a chain: groups of slots behind a method that frees
         slots while decoding; `key_axis="channel"` where a prompt's end frees or reorders slots, or
-        before `Offload`. From `init_cache`: a head_dim that is odd, no multiple of `group`,
-        or with 3 and 2 bits no multiple of 8.
+        before `Offload`. From `init_cache`: a head_dim that is odd, is not a multiple of
+        `group`, or, with 3 and 2 bits, of 8.
 
     Example:
       >>> import kvjax

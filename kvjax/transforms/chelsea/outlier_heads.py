@@ -78,7 +78,7 @@ class OutlierHeads(Calibration):
         return OutlierHeads(heads, self.num_layers, self.kv_heads)
 
     def remaining(self, budget: int | float, minimum: int = 1) -> float | RemainingBudget:
-        """Returns the budget of each other head that keeps the total at an average budget B.
+        """Returns the budget of each other head at which the average over all heads is B.
 
         With N heads, n of them outliers, and T tokens of a row, it is `(N · B - n · T) / (N - n)`.
         For a share, `B = f · T`, it is a share again.
