@@ -86,7 +86,10 @@ FIRST = {
 """The methods of the first table of times in RESULTS.md, and their rows of the results."""
 
 PAGE_RECALL = "page_recall_smollm2", "page_recall_qwen"
-RECALL_ANSWERS = "recall_answers_smollm2", "recall_answers_qwen", "recall_answers_qwen_4k"
+RECALL_ANSWERS = (
+    "recall_answers_smollm2", "recall_answers_qwen", "recall_answers_qwen_4k",
+    "recall_answers_qwen_8k",
+)  # fmt: skip
 KEPT_ANSWERS = (
     "kept_answers_smollm2", "kept_answers_qwen", "kept_parts_smollm2", "kept_parts_qwen",
     "kept_needles_qwen", "kept_bits_smollm2", "kept_bits_qwen",
