@@ -40,6 +40,7 @@ PATHS = {name: (COVERING if selects(name) else CASES)[name] for name in CASES}
 # Dense rows, head groups, 8 bits and a selection.
 # Further kinds that run with the slow tests; all others run before a release.
 SOME = {"h2o", "chelsea", "snapkv_quantize_channel", "clusterkv_offload"}
+LIKE_OTHERS = [("quest", "float32", "interpret"), ("quantize", "bfloat16", "interpret")]
 FAST = [(name, "float32", "xla") for name in ("full", "head_groups", "quantize", "quest")]
 
 
@@ -77,9 +78,13 @@ def read_and_write(transform, dtype: str, **options):
             exhaustive=[(name, "float32", "xla") for name in {*PATHS} - SOME],
         ),
         ("full", "bfloat16", "xla"), ("quantize", "float32", "interpret"),
-        *slow(
-            ("clusterkv", "float32", "interpret"), ("h2o_codebook", "float32", "interpret"),
-            ("full", "float16", "interpret"), ("h2o_codebook", "bfloat16", "xla"),
+        *some_slow(
+            [
+                ("clusterkv", "float32", "interpret"), ("h2o_codebook", "float32", "interpret"),
+                ("full", "float16", "interpret"), ("h2o_codebook", "bfloat16", "xla"),
+                *LIKE_OTHERS,
+            ],
+            exhaustive=LIKE_OTHERS,
         ),
     ],
 )  # fmt: skip

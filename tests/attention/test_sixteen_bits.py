@@ -26,7 +26,7 @@ from tests.support.attending import (
     slots_of,
 )
 from tests.support.cases import BUDGET, CASES, COVERING, KINDS, quantised
-from tests.support.marks import slow, some_slow
+from tests.support.marks import some_slow
 from tests.support.tolerances import roundings, within_roundings
 
 LENGTHS, FURTHER, WIDTH, STEPS = (24, 17, 5), (5, 8, 3), 24, 8
@@ -124,13 +124,14 @@ def test_every_method(name, dtype):
     assert max(apart.values()) <= ENCODED.get(name, MOST), apart
 
 
+# Each runs in one of the types in turn, and in the other one before a release.
+KERNELS = ("full", "h2o", "chelsea", "clusterkv", "quest", "quantize")
+OTHER_TYPE = {(name, DTYPES[(number + 1) % 2]) for number, name in enumerate(KERNELS)}
+
+
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    slow(
-        ("full", "bfloat16"), ("h2o", "float16"), ("chelsea", "bfloat16"),
-        ("clusterkv", "float16"), ("quest", "bfloat16"), ("quantize", "float16"),
-    ),
-)  # fmt: skip
+    ("name", "dtype"), some_slow(itertools.product(KERNELS, DTYPES), exhaustive=OTHER_TYPE)
+)
 def test_interpreted_kernels(name, dtype):
     apart = compare(name, dtype, "interpret")
     assert max(apart.values()) <= MOST, apart

@@ -16,6 +16,7 @@ from kvjax.cli.saved import Saved
 from kvjax.models import from_pretrained
 from tests.cli.commands import error, output
 from tests.support.attending import same_arrays
+from tests.support.marks import some_slow
 
 SENTENCE = "Once upon a time there was a girl named {}. She had a red ball and a big dog. "
 TEXTS = {name: SENTENCE.format(name) * times for name, times in dict(Lily=6, Mia=7, Sue=15).items()}
@@ -94,11 +95,15 @@ def test_documents_are_read_together_and_asked_apart(
     )
 
 
-@pytest.mark.slow
-def test_a_document_is_kept_and_answers_as_alone(capsys, read, files, heads, model, tmp_path):
-    files, method = files[:2], f"by_head(chain(kvzip, quantize), profile={str(heads)!r})"
-    options = "--method", method, "--budget", "0.3"
-    library = read(*options, documents=files)
+@pytest.mark.parametrize(
+    "method",
+    some_slow(("snapkv", "by_head(chain(kvzip, quantize), profile={!r})"), exhaustive={"snapkv"}),
+)
+def test_a_document_is_kept_and_answers_as_alone(
+    capsys, read, files, heads, model, tmp_path, method
+):
+    options = "--method", method.format(str(heads)), "--budget", "0.3"
+    library = read(*options)
     questions = "One day", "The dog"
     asked = json.loads(output(capsys, "ask", tmp_path / "library", *questions, "--json"))
     for file, document, answers in zip(

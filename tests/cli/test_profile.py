@@ -11,6 +11,7 @@ import kvjax
 from kvjax.cli.main import main
 from kvjax.models import demo, from_pretrained
 from tests.cli.commands import error, output
+from tests.support.marks import some_slow
 
 TEXT = "Once upon a time there was a girl named Lily. She had a red ball and a big dog. " * 12
 
@@ -46,18 +47,18 @@ def test_a_profile_is_written_and_read(capsys, text, tmp_path):
     assert answers["results"]
 
 
-@pytest.mark.slow
-def test_a_profile_is_made_at_first_use_and_found_then(capsys, text, tmp_path, monkeypatch):
+@pytest.mark.parametrize("method", some_slow(("snapkv", "kvzip"), exhaustive={"kvzip"}))
+def test_a_profile_is_made_at_first_use_and_found_then(capsys, text, tmp_path, monkeypatch, method):
     """It is the same for every text that is read, and a line says that it was made."""
     monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("kvjax.cli.compilation_cache.enable", lambda: None)
     said = []
     for document in (text, tmp_path / "other.txt"):
         document.write_text(TEXT.replace("Lily", "Rose") if said else TEXT)
-        args = "read", document, "--out", tmp_path / "read", "--method", "by_head(snapkv)"
+        args = "read", document, "--out", tmp_path / "read", "--method", f"by_head({method})"
         assert main([str(x) for x in (*args, "--budget", "0.3")]) == 0
         said.append(capsys.readouterr().err)
-    assert "calibrated by_head(snapkv) from 3 pieces" in said[0]
+    assert f"calibrated by_head({method}) from 3 pieces" in said[0]
     assert str(tmp_path / "cache" / "calibrations") in said[0]
     assert "calibrated" not in said[1]
     assert len(list((tmp_path / "cache" / "calibrations").iterdir())) == 1

@@ -33,7 +33,8 @@ from tests.support.marks import some_slow
 from tests.support.tolerances import close
 
 # Every form of storage, and every kind of method: for them infinities are tried, too.
-KINDS = ("full", "clusterkv", "snapkv_quantize_channel", "h2o_codebook")
+KINDS = ("full", "h2o", "clusterkv", "h2o_quantize", "snapkv_quantize_channel", "h2o_codebook")
+LIKE_OTHERS = [("h2o", "inf"), ("h2o_quantize", "inf")]  # before a release, and negative ones
 FAST = ("full", "h2o", "kvmerger", "quantize")
 
 
@@ -49,7 +50,7 @@ def bad_numbers(chosen, infinite, *fast: str):
         some_slow(
             cases,
             *((name, "nan") for name in fast),
-            exhaustive=[*((name, "nan") for name in EXHAUSTIVE), *negative],
+            exhaustive=[*((name, "nan") for name in EXHAUSTIVE), *negative, *LIKE_OTHERS],
         ),
     )
 
