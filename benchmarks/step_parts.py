@@ -69,7 +69,7 @@ class Program:
     """
 
     name: str
-    seconds: tuple[float, float, float]
+    seconds: tuple[float, ...]
     text: str
 
     @property
@@ -145,8 +145,7 @@ class Recorder(Compiler):
         times.append(time.process_time())
         compiled = lowered.compile()
         times.append(time.process_time())
-        tracing, lowering, compiling = (b - a for a, b in itertools.pairwise(times))
-        seconds = tracing, lowering, compiling
+        seconds = tuple(after - before for before, after in itertools.pairwise(times))
         self.programs.append(Program(program, seconds, compiled.as_text()))
 
 

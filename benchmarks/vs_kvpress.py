@@ -87,6 +87,7 @@ import contextlib
 import copy
 import dataclasses
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -1059,12 +1060,11 @@ def main() -> None:
             if "times" in args.parts:
                 comparison.times(args.rounds)
             return
-        every_pair = [(tokens, method) for tokens in args.tokens for method in args.methods]
-        for tokens, method in every_pair:
+        for tokens, method in itertools.product(args.tokens, args.methods):
             share = None if method == "full" else SHARE
             if rows.has(method=method, share=share, tokens=tokens):
                 continue
-            methods = expressions(method, tokens)
+            methods = expressions(method, tokens)  # pyright: ignore[reportArgumentType]  # a text
             row = measure(start, methods, ids[:tokens], args.rounds)
             if cases and tokens == shortest:
                 row["answers"] = needle_answers(start, methods, cases, tokenizer)

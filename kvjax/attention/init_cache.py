@@ -106,11 +106,13 @@ def init_cache(
     """
     check_transform(transform, "init_cache")
     query_heads = kv_heads if query_heads is None else query_heads
-    counts = {"kv_heads": kv_heads, "query_heads": query_heads, "batch": batch}
-    if jax.export.is_symbolic_dim(counts["batch"]):
-        del counts["batch"]
-    for name, value in (counts | {"head_dim": head_dim, "max_prompt": max_prompt}).items():
-        check_count(name, value, 1)
+    counts = {
+        "kv_heads": kv_heads, "query_heads": query_heads, "batch": batch, "head_dim": head_dim,
+        "max_prompt": max_prompt,
+    }  # fmt: skip
+    for name, value in counts.items():
+        if name != "batch" or not jax.export.is_symbolic_dim(value):
+            check_count(name, value, 1)
     check_count("max_new", max_new, 0)
     scale = head_dim**-0.5 if scale is None else as_scale(scale)
     check_logits(window, soft_cap)

@@ -94,14 +94,12 @@ class _Document:
       out: the folder of its context.
       tokens: its token ids.
       saved: what is saved with the context when all of it has been read.
-      reading: that of `saved`.
       read: how many tokens an earlier command of this kind has read.
     """
 
     out: Path
     tokens: Sequence[int]
     saved: Saved
-    reading: Reading
     read: int
 
     @property
@@ -141,17 +139,17 @@ def run(args: argparse.Namespace) -> None:
                 check_prompts(opened.config, [ids], layers, room, args.piece)
         documents = []
         for place, ids, name in zip(outs, tokens, args.documents, strict=True):
-            reading = Reading.of(ids, args.piece, max_questions, args.max_new)
             saved = Saved(
                 model=absolute_model(args.model), document=name, **candidate.named(),
-                raw=not dialogue.templated, reading=reading,
+                raw=not dialogue.templated,
+                reading=Reading.of(ids, args.piece, max_questions, args.max_new),
             )  # fmt: skip
             earlier = Saved.before(place, saved, transform)
             done = 0 if earlier is None else earlier.read
             # One document is read again, as what is there already may be meant to be replaced. In
             # pieces it is not: the command may have been killed behind the last one.
             done = 0 if done == len(ids) and not several and not args.piece else done
-            documents.append(_Document(place, ids, saved, reading, done))
+            documents.append(_Document(place, ids, saved, done))
         left = [document for document in documents if document.rest or not several]
         records, whole = {}, None
         if left:
@@ -215,7 +213,7 @@ def _read(
         transform = load(documents[0]).transform
     else:
         transform = opened.calibrated(transform, model, sample)
-    reading = documents[0].reading
+    reading = documents[0].saved.reading
     max_questions, max_new = reading.max_questions, reading.max_new
     longest = max(len(document.tokens) for document in documents)
     # Before anything is read, which may take minutes.
@@ -236,7 +234,7 @@ def _read(
     records: dict[Path, dict[str, Any]] = {}
 
     def save(document: _Document, context: kvjax.Context) -> None:
-        reading = document.reading._replace(read=int(context.length[0]))
+        reading = document.saved.reading._replace(read=int(context.length[0]))
         about = dataclasses.replace(document.saved, reading=reading).about()
         kvjax.save_context(
             document.out, context, model=model, tokenizer=opened.tokenizer, about=about

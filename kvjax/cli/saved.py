@@ -16,6 +16,7 @@ from kvjax.cli.templates import Dialogue
 from kvjax.files import check_folder
 from kvjax.generation.context_files import check_free, context_about, context_method, unlearned
 from kvjax.generation.prompt_checks import repositions
+from pallas_kernels.base.annotations import NoneElsewhere
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Saved:
     budget: int | float | None
     raw: bool
     conversation: Conversation | None = None
-    reading: Reading | None = None
+    reading: Reading | NoneElsewhere = None
 
     @classmethod
     def of(cls, folder: str | Path) -> Saved:

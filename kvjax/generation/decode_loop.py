@@ -30,7 +30,7 @@ from kvjax.generation.compiler import Compiler, Programs, Tracer
 from kvjax.generation.context import Context, delete
 from kvjax.generation.documents import Document
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
-from kvjax.generation.new_caches import CacheSize
+from kvjax.generation.new_caches import CacheSize, abstract_array
 from kvjax.generation.prompt_checks import (
     Rows,
     as_rows,
@@ -451,8 +451,8 @@ class Writing:
     ) -> None:
         """Traces all that follows these prompts: `then` of `read_prompt`."""
         rows = len(prompts)
-        length = jax.ShapeDtypeStruct((rows,), jnp.int32)
-        seen = jax.ShapeDtypeStruct((rows, self._model.vocab_size), bool)
+        length = abstract_array((rows,), jnp.int32)
+        seen = abstract_array((rows, self._model.vocab_size), jnp.bool_)
         active = _active_rows(prompts, rows)
         loop = self._first_loop(tracer, caches, logits, length, seen, active)
         self._compile_loop(tracer, layers, loop, 0)

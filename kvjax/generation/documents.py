@@ -55,7 +55,7 @@ def probe_of(layers: Sequence[KVTransform]) -> Probe | None:
 
 def looked_at(
     groups: list[Group],
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int] | np.ndarray],
     length: Int[np.ndarray, " B"],
     document: Document,
     model: FunctionalModel,

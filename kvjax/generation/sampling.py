@@ -103,15 +103,14 @@ class Sampling:
     def numbers(self) -> Numbers:
         """The settings as arrays, so that other numbers compile nothing."""
         cuts = any(x is not None for x in (self.top_k, self.top_p, self.min_p))
-        arrays: dict[str, Any] = {
-            "temperature": np.float32(self.temperature),
-            "cuts": np.bool_(cuts),
-            "top_k": np.int32(min(self.top_k or _ALL, _ALL)),
-            "top_p": np.float32(1.0 if self.top_p is None else self.top_p),
-            "min_p": np.float32(self.min_p or 0.0),
-            "repetition_penalty": np.float32(self.repetition_penalty),
-        }
-        return Numbers(**arrays)
+        return Numbers(
+            temperature=np.float32(self.temperature),
+            cuts=np.bool_(cuts),
+            top_k=np.int32(min(self.top_k or _ALL, _ALL)),
+            top_p=np.float32(1.0 if self.top_p is None else self.top_p),
+            min_p=np.float32(self.min_p or 0.0),
+            repetition_penalty=np.float32(self.repetition_penalty),
+        )
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> Sampling:
@@ -190,12 +189,12 @@ class Numbers(NamedTuple):
       repetition_penalty: as in `Sampling`; 1 changes nothing.
     """
 
-    temperature: Float[Array, ""]
-    cuts: Bool[Array, ""]
-    top_k: Int[Array, ""]
-    top_p: Float[Array, ""]
-    min_p: Float[Array, ""]
-    repetition_penalty: Float[Array, ""]
+    temperature: Float[Array, ""] | np.number
+    cuts: Bool[Array, ""] | np.bool_
+    top_k: Int[Array, ""] | np.number
+    top_p: Float[Array, ""] | np.number
+    min_p: Float[Array, ""] | np.number
+    repetition_penalty: Float[Array, ""] | np.number
 
     def choose(
         self, logits: Float[Array, "B V"], keys: Key[Array, " B"], seen: Bool[Array, "B V"]

@@ -134,9 +134,8 @@ def further_turn(
     groups = grouped(rows, widths, context.layers, mesh, length)
     active = count > 0
     groups = looked_at(
-        groups, rows, length + count,  # pyright: ignore[reportArgumentType]  # rows are arrays
-        document or False, model, context.layers, whole,
-    )  # fmt: skip
+        groups, rows, length + count, document or False, model, context.layers, whole
+    )
 
     # A prompt's end is a flush of its rows. Rows without a prompt have not been flushed then, and
     # steps are counted for all rows together.
