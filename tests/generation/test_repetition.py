@@ -14,6 +14,7 @@ import pytest
 import kvjax
 from kvjax.compose.foreseen import foreseen
 from kvjax.generation.compiler import Compiler
+from kvjax.generation.documents import looked_at
 from kvjax.generation.model import as_functional
 from kvjax.generation.prompt_pass import CacheSize
 from kvjax.generation.read_once import Observe
@@ -149,6 +150,28 @@ def test_pieces_are_as_long_as_positions_allow(parts):
     of_64, of_41 = (read(transform=kvjax.KVzip(BUDGET, piece=piece)) for piece in (PIECE, 41))
     for x, y in zip(jax.tree.leaves(of_64.caches), jax.tree.leaves(of_41.caches), strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+def test_a_piece_is_repeated_where_questions_will_stand(monkeypatch):
+    """Behind the whole document, and not behind what has been read of it."""
+    looks = []
+
+    def noted(*args):
+        groups = looked_at(*args)
+        looks.extend(group.looking.pieces.positions for group in groups)
+        return groups
+
+    monkeypatch.setattr("kvjax.generation.turns.looked_at", noted)
+    prompt = PROMPTS[0]
+    tx = kvjax.KVzip(BUDGET, piece=PIECE)
+    kvjax.read(
+        model("plain"), [prompt], transform=tx, max_new=4, dtype=np.float32, document=WORDS,
+        piece=PIECE,
+    )  # fmt: skip
+    assert len(looks) == 3
+    for positions in map(np.asarray, looks):
+        there = positions >= 0
+        assert positions[there].tolist() == [*range(len(prompt), len(prompt) + there.sum())]
 
 
 def test_a_prompt_without_room_for_its_repetition_is_refused():
