@@ -49,6 +49,14 @@ OPTIONS = (
     "spindlekv", "spindlekv(capacity=1.0)", "spindlekv(unfold=True)",
     "spindlekv(capacity=1.0, unfold=True)", "spindlekv(magnitude=False)",
 )  # fmt: skip
+# What the papers ask of a sentence that is hidden, with their settings, and what they compare.
+HIDDEN = (
+    "full", "streaming_llm", "h2o", "snapkv", "pyramidkv", "pyramidinfer", "cam(streaming_llm)",
+    "chelsea", "chelsea(outlier_threshold=0.8)", "kvmerger", "kvmerger(epsilon=0.75)",
+    "kvmerger(sigma=5.0)", "kvmerger(sigma='literal')", "kvcrush(snapkv)", "layer_budget",
+    "spindlekv(capacity=1.0)", "spindlekv(capacity=1.0, unfold=True)", "clusterkv",
+    "quest(spread=None)",
+)  # fmt: skip
 SIX = ("streaming_llm", "h2o", "snapkv", "kvmerger", "clusterkv", "quest")
 BUDGETS = "0.1,0.2,0.5"
 # The memory of one prompt is kept for the next: a third of the time would go into page faults.
@@ -115,6 +123,10 @@ def qwen(args: argparse.Namespace) -> Parts:
         "lengths_needles": run(NEEDLES[:1], six, "8192,16384,32000", 10, *essays,
                                "--max-new", "10"),
     }  # fmt: skip
+    parts["statement"] = run(
+        ("statement",), ",".join(HIDDEN), "1024,2048,4096", 10, *essays, "--question", "inside",
+        budget="0.15,0.35,0.5",
+    )  # fmt: skip
     # Tables of the pages name a folder of results, so that no two may be called alike.
     return {f"{name}_qwen": words for name, words in parts.items()}
 

@@ -1,0 +1,85 @@
+"""How many of the most attended tokens a step reads, in long documents.
+
+    python benchmarks/selected_recall.py --model FILE --text essays.txt \\
+        --sample wikitext2.valid.txt --out benchmarks/results/selected_recall_qwen.json
+
+ClusterKV's Figure 11a on another text: a document of essays has four needles, of which one is asked
+for, and the answer is decoded with the full cache. In each layer from the third on, `recall` is
+`|T ∩ I| / |I|`, where I are the tokens that a method reads, and T as many tokens that receive most
+in the full cache. `error` is the distance of attention's output from the full one, in shares of its
+size. Both are means over layers, KV heads and steps.
+
+Rows go into `--cells`, a length, a budget and a method at a time, and a run that was stopped goes
+on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from pathlib import Path
+
+from common import Rows, save
+from kept_answers import NEEDLES, haystacks
+
+import kvjax
+from kvjax.evaluation.fidelity.fidelity import judge
+from kvjax.evaluation.fidelity.full_run import FullRun
+from kvjax.generation.calibration import sample_of
+from kvjax.generation.model import as_functional
+from kvjax.models import from_pretrained, load_tokenizer
+
+FIRST_LAYER, STEPS = 2, 8
+METHODS = {  # by what they are called, with the paper's settings where these are not the defaults
+    "clusterkv": "clusterkv(budget={budget})",
+    "clusterkv, 80 tokens a cluster": "clusterkv(budget={budget}, tokens_per_cluster=80, "
+    "new_clusters=4, iterations=20, chunk=None, group_reduce='mean')",
+    "quest(spread=None)": "quest(budget={budget}, spread=None)",
+    "quest": "quest(budget={budget})",
+    "infinigen": "infinigen(budget={budget}, alpha=None)",
+}
+
+
+def main() -> None:
+    """Runs it."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--model", required=True, help="folder or GGUF file of the model")
+    parser.add_argument("--text", required=True, help="what needles are hidden in")
+    parser.add_argument("--sample", required=True, help="text from which InfiniGen calibrates")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8_000, 32_000])
+    parser.add_argument("--budgets", type=int, nargs="+", default=[256, 512, 1024, 2048])
+    parser.add_argument("--cells", help="file of the rows; the result's name and .cells.json")
+    parser.add_argument("--out", required=True)
+    args = parser.parse_args()
+    model, tokenizer = from_pretrained(args.model, dtype="float32"), load_tokenizer(args.model)
+    functional, text = as_functional(model), Path(args.text).read_text()
+    sample = sample_of(tokenizer(Path(args.sample).read_text()).input_ids, None)
+    about = {
+        "benchmark": "selected_recall", "model": Path(args.model).name, "steps": STEPS,
+        "first_layer": FIRST_LAYER,
+    }  # fmt: skip
+    rows = Rows(args.cells or f"{args.out.removesuffix('.json')}.cells.json", about)
+    for length in args.lengths:
+        cells = list(itertools.product(args.budgets, METHODS))
+        left = [
+            each for each in cells if not rows.has(tokens=length, budget=each[0], method=each[1])
+        ]
+        transforms = [
+            kvjax.calibrated(METHODS[name].format(budget=budget), model, sample)
+            for budget, name in left
+        ]
+        if not left:
+            continue
+        (document,) = haystacks(tokenizer, text, length, 1, NEEDLES)
+        run = FullRun(
+            functional, [document.tokens], transforms, new_tokens=STEPS,
+            questions=document.questions[:1],
+        )  # fmt: skip
+        for (budget, name), transform in zip(left, transforms, strict=True):
+            fidelity = judge(run, run.context(transform))
+            recall, error = (
+                round(float(figure[FIRST_LAYER:].mean()), 4)
+                for figure in (fidelity.recall, fidelity.error)
+            )
+            rows.add(tokens=length, budget=budget, method=name, recall=recall, error=error)
+    save(args.out, {**rows.about, "rows": rows.rows})
