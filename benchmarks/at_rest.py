@@ -16,12 +16,11 @@ and 128 of answers, once for each method and length.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import Rows
+from common import Rows, parser_of
 
 import kvjax
 from kvjax.attention.layer import LayerCache, layer_caches
@@ -80,12 +79,10 @@ def measured(context: kvjax.Context, model: Any) -> dict[str, Any]:
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--model", required=True, help="folder of a Hugging Face model")
+    parser = parser_of(__doc__, "model", "out")
     parser.add_argument("--text", required=True, help="UTF-8 file")
     parser.add_argument("--profile", required=True, help="of kvjax profile, for by_head")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
-    parser.add_argument("--out", required=True)
     args = parser.parse_args()
     model, tokenizer = from_pretrained(args.model), load_tokenizer(args.model)
     tokens = tokenizer(Path(args.text).read_text()).input_ids

@@ -1,7 +1,8 @@
-"""Times, memory of layers, and JSON files with device and versions, for all benchmarks."""
+"""Options, times, memory of layers, and JSON files with device and versions, for benchmarks."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import time
@@ -13,6 +14,20 @@ import jax
 
 from kvjax.evaluation.speed.machine import environment
 from kvjax.generation import prompt_pass
+
+OPTIONS = {
+    "model": "folder or GGUF file of the model",
+    "data": "file of questions in SQuAD's format",
+    "out": "file or folder to write to",
+}
+
+
+def parser_of(doc: str | None, *options: str) -> argparse.ArgumentParser:
+    """Makes a benchmark's parser, which requires these options; `doc` is the module's docstring."""
+    parser = argparse.ArgumentParser(description=str(doc).splitlines()[0])
+    for name in options:
+        parser.add_argument(f"--{name}", required=True, help=OPTIONS[name])
+    return parser
 
 
 def interleaved_medians(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:

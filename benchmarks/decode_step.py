@@ -9,13 +9,12 @@ two `jnp.einsum` and a softmax, over arrays of the size of the full cache, with 
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from common import interleaved_medians, write
+from common import interleaved_medians, parser_of, write
 
 import kvjax
 
@@ -101,7 +100,7 @@ def einsum_side(slots: int) -> Callable[[], object]:
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--prompt-tokens", type=int, default=32_768)
     parser.add_argument("--budget", type=float, default=0.2)
     parser.add_argument("--rounds", type=int, default=40)

@@ -25,7 +25,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import environment
+from common import environment, parser_of
 
 from kvjax.evaluation.cells.grid import ALL_METHODS
 from kvjax.files import write_whole
@@ -136,7 +136,7 @@ SUITES = {"smollm2": smollm2, "qwen": qwen}
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = parser_of(__doc__, "out")
     parser.add_argument("suite", choices=tuple(SUITES))
     parser.add_argument("--model", required=True, help="folder or file of the suite's model")
     parser.add_argument("--text", required=True, help="what RULER's needles are hidden in")
@@ -146,7 +146,6 @@ def main() -> None:
     parser.add_argument("--code", default="", help="text of Python code (qwen)")
     parser.add_argument("--cases", type=int, default=50, help="per task and question (qwen)")
     parser.add_argument("--only", metavar="NAME", nargs="+", help="parts to run")
-    parser.add_argument("--out", required=True)
     args = parser.parse_args()
     out, every = Path(args.out), SUITES[args.suite](args)
     for name in args.only or every:

@@ -15,7 +15,6 @@ computed once. `lines`: of the adapter, without blank ones, comments and docstri
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib
 import sys
@@ -23,7 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from common import Rows
+from common import Rows, parser_of
 
 import kvjax
 from kvjax.models import from_pretrained
@@ -51,10 +50,9 @@ def code_lines(path: Path) -> int:
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = parser_of(__doc__, "out")
     parser.add_argument("--package", required=True, choices=DISTRIBUTIONS)
     parser.add_argument("--model", required=True, help="GGUF file of Gemma 3 270M")
-    parser.add_argument("--out", required=True, help="JSON file")
     args = parser.parse_args()
     support = importlib.import_module("tests.foreign.port")
     package = importlib.import_module(f"tests.foreign.with_{args.package}")

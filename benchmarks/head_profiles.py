@@ -13,12 +13,11 @@ heads by the first piece.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import Rows
+from common import Rows, parser_of
 
 import kvjax
 from kvjax.budgets.profile import shares
@@ -29,13 +28,11 @@ TOKENS = 1024  # of a piece
 
 def main() -> None:
     """Measures the pairs that the file does not have yet."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--model", required=True, help="folder or GGUF file")
+    parser = parser_of(__doc__, "model", "out")
     parser.add_argument("--text", required=True, help="UTF-8 file")
     parser.add_argument("--other", required=True, help="UTF-8 file")
     parser.add_argument("--longer", type=int, nargs="+", default=[4096], help="tokens")
     parser.add_argument("--budget", type=float, default=0.05)
-    parser.add_argument("--out", required=True)
     args = parser.parse_args()
     model, tokenizer = from_pretrained(args.model), load_tokenizer(args.model)
 

@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import write
+from common import parser_of, write
 
 import kvjax
 from kvjax.attention.init_cache import default_dtype
@@ -127,7 +127,7 @@ def copy_rate(args: argparse.Namespace) -> float:
 
 def main() -> None:
     """Measures every form with 0, 1 and 2 recent steps."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=32_768, help="in the cache")
     parser.add_argument("--budget", type=int, default=1024, help="slots of a list")
     parser.add_argument("--run", type=int, default=64, help="slots of a run")

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from common import Rows, save
+from common import Rows, parser_of, save
 from kept_documents import Compositions, ReadDocument, bytes_at_rest, method_of
 
 import kvjax
@@ -237,10 +237,8 @@ def summary(rows: list[dict], text: str) -> dict[str, Any]:
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--model", required=True, help="folder or GGUF file of the model")
+    parser = parser_of(__doc__, "model", "data", "out")
     parser.add_argument("--text", required=True, help="what needles are hidden in")
-    parser.add_argument("--data", required=True, help="file of questions in SQuAD's format")
     parser.add_argument("--sample", required=True, help="text from which the profile is made")
     parser.add_argument("--length", type=int, default=1408, help="tokens of a prompt at most")
     parser.add_argument("--passages", type=int, default=10)
@@ -249,7 +247,6 @@ def main() -> None:
     parser.add_argument("--set", choices=tuple(SETS), default="frontier", help="compositions")
     parser.add_argument("--methods", nargs="+", help="compositions in place of a set")
     parser.add_argument("--cells", help="file of the rows; the result's name and .cells.json")
-    parser.add_argument("--out", required=True)
     args = parser.parse_args()
     texts = list(args.methods or SETS[args.set])
     measure = Measure(args, texts)

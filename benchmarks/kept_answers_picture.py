@@ -7,12 +7,12 @@ The results are those of `kept_answers.py`, a row of panels for each model.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+from common import parser_of
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
@@ -61,8 +61,7 @@ def draw(axes: Axes, rows: list[dict[str, Any]], panel: str) -> None:
 
 def main() -> None:
     """Draws it."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--out", required=True)
+    parser = parser_of(__doc__, "out")
     args = parser.parse_args()
     figure, panels = pyplot.subplots(
         len(MODELS), 2, figsize=(10, 7.2), sharex=True, sharey=True, layout="constrained"

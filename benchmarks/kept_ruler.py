@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from common import Rows, save
+from common import Rows, parser_of, save
 from kept_documents import Compositions, ReadDocument, together
 
 import kvjax
@@ -61,15 +61,12 @@ class Measure(Compositions):
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--model", required=True, help="folder or GGUF file of the model")
+    parser = parser_of(__doc__, "model", "data", "out")
     parser.add_argument("--text", required=True, help="what needles are hidden in")
-    parser.add_argument("--data", required=True, help="file of questions in SQuAD's format")
     parser.add_argument("--sample", required=True, help="text from which the profile is made")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a prompt")
     parser.add_argument("--cases", type=int, default=2, help="of each task")
     parser.add_argument("--cells", help="file of the rows; the result's name and .cells.json")
-    parser.add_argument("--out", required=True)
     args = parser.parse_args()
     measure = Measure(args)
     frame = Frame.of(measure.tokenizer, chat=False)

@@ -29,7 +29,6 @@ recalled.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -444,7 +443,7 @@ def print_comparison(first: Path, second: Path) -> None:
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = common.parser_of(__doc__)
     parser.add_argument("--out", type=Path, help="folder to write to")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--follow", type=Path, help="folder of a run whose tokens are fed")

@@ -19,7 +19,6 @@ those that did not run, `left_out` what did not fit in memory or time.
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import gc
 import os
@@ -30,7 +29,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from common import save, write
+from common import parser_of, save, write
 from kernel_shapes import SHAPES, SMALL, Shape, inputs
 from kernel_sides import GROUPS, Run, Side, copy
 
@@ -48,7 +47,7 @@ LARGE = 128e6  # bytes of a call, from which on what it reads comes from memory 
 
 def main(arguments: Iterable[str] | None = None) -> dict:
     """Measures every group at every shape, and saves what there is after each."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all of it")
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import Rows
+from common import Rows, parser_of
 
 HF = "hf"
 SIDES = (
@@ -105,7 +105,7 @@ def answer(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--model", required=True, help="folder of the model, or GGUF file")
     parser.add_argument("--text", help="UTF-8 file")
     parser.add_argument("--limit", type=int, help="questions, pieces and needles, at most")

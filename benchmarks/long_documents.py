@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import Rows, save, watch_layers
+from common import Rows, parser_of, save, watch_layers
 
 PIECE, SLOTS = 2048, 1024
 MEMORY = (4_000, None), (16_000, None), (32_000, PIECE)  # tokens of a document, and of a piece
@@ -167,9 +167,8 @@ def about(args: argparse.Namespace) -> dict[str, str]:
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = parser_of(__doc__, "model")
     parser.add_argument("what", choices=("memory", "needles"))
-    parser.add_argument("--model", required=True, help="folder or GGUF file of the model")
     parser.add_argument("--text", required=True, help="documents, and what needles are hidden in")
     parser.add_argument("--sample", help="text from which profiles are made")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8_000, 16_000, 32_000])

@@ -9,10 +9,9 @@ tokens, a program each, and kvjax drops its compiled code where half of `--most-
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from common import Rows
+from common import Rows, parser_of
 
 import kvjax
 from kvjax import compiled_code
@@ -23,12 +22,11 @@ from kvjax.registry import METHODS
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = parser_of(__doc__, "out")
     parser.add_argument("--lengths", type=int, nargs="+", default=[32, 64, 128, 256, 512, 1024])
     parser.add_argument("--new", type=int, default=16)
     parser.add_argument("--budget", type=float, default=0.25)
     parser.add_argument("--most-maps", type=int, help="by default what Linux gives a process")
-    parser.add_argument("--out", required=True)
     args = parser.parse_args()
     if args.most_maps is not None:
         limit = Path(args.out).with_suffix(".limit")

@@ -18,7 +18,6 @@ written composition by composition, and a run that was stopped goes on.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -27,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import Rows
+from common import Rows, parser_of
 
 HOME = Path(__file__).resolve().parents[1]
 PAGE, COMMIT, SIZE = "docs/guides/gpu.md", "65c2422", 6000  # bytes
@@ -73,10 +72,8 @@ def run(command: Sequence[object], cache: Path) -> tuple[dict[str, Any], float]:
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--model", required=True, help="GGUF file or folder")
+    parser = parser_of(__doc__, "model", "out")
     parser.add_argument("--work", required=True, help="folder of documents, caches and profiles")
-    parser.add_argument("--out", required=True, help="JSON file")
     args = parser.parse_args()
     work = Path(args.work)
     work.mkdir(parents=True, exist_ok=True)

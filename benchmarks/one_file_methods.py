@@ -11,11 +11,11 @@ into two folders below `--out`, and can be interrupted and called again at any t
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 from pathlib import Path
 
+from common import parser_of
 from every_method import run_command
 
 HOME = Path(__file__).resolve().parents[1]
@@ -42,13 +42,10 @@ def write_gate(file: Path) -> None:
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--model", required=True, help="folder or GGUF file of the model")
+    parser = parser_of(__doc__, "model", "data", "out")
     parser.add_argument("--text", required=True, help="what needles are hidden in")
-    parser.add_argument("--data", required=True, help="file of questions in SQuAD's format")
     parser.add_argument("--length", type=int, default=1400, help="tokens of a prompt")
     parser.add_argument("--cases", type=int, default=20, help="of each task")
-    parser.add_argument("--out", required=True)
     args = parser.parse_args()
     for name in ("model", "text", "data"):
         setattr(args, name, os.path.abspath(getattr(args, name)))

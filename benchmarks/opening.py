@@ -18,7 +18,6 @@ The other checkout needs a `.venv` of its own, with its own kvjax.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -26,7 +25,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from common import Rows
+from common import Rows, parser_of
 
 HERE = Path(__file__).resolve().parents[1]
 CALL = """
@@ -93,13 +92,12 @@ class Side:
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = parser_of(__doc__, "out")
     parser.add_argument("--other", type=Path, required=True, help="another checkout")
     parser.add_argument("--models", type=Path, nargs="+", required=True, help="folders, GGUF files")
     parser.add_argument("--text", type=Path, required=True, help="what is read and asked about")
     parser.add_argument("--characters", type=int, default=6000, help="of the text")
     parser.add_argument("--rounds", type=int, default=3, help="processes that medians are of")
-    parser.add_argument("--out", required=True, help="JSON file")
     args = parser.parse_args()
     about = {"benchmark": "opening", "characters": args.characters, "rounds": args.rounds}
     rows = Rows(args.out, about)

@@ -22,7 +22,6 @@ does; `best` are the pages that receive most.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import itertools
 import json
@@ -30,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from common import save
+from common import parser_of, save
 from jaxtyping import Float
 from kept_answers import NEEDLES, haystacks
 from kept_documents import ReadDocument
@@ -114,12 +113,10 @@ def in_percent(shares: list[float]) -> float:
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--model", required=True, help="folder or GGUF file of the model")
+    parser = parser_of(__doc__, "model", "out")
     parser.add_argument("--text", required=True, help="what needles are hidden in")
     parser.add_argument("--length", type=int, default=1408, help="tokens of a document at most")
     parser.add_argument("--documents", type=int, default=8)
-    parser.add_argument("--out", required=True)
     args = parser.parse_args()
     model = as_functional(from_pretrained(args.model, dtype="float32"))
     tokenizer, text = load_tokenizer(args.model), Path(args.text).read_text()

@@ -17,7 +17,6 @@ fails where a page is not what the files say.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import method_lists
+from common import parser_of
 from device_page import device_tables
 from tables import markdown
 
@@ -750,7 +750,7 @@ def tables(folders: dict[str, Results]) -> tuple[list[Results], dict[str, str]]:
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing")
     args = parser.parse_args()
     folders = {path.parent.name: read_results(path.parent) for path in FOLDER.rglob("cells.jsonl")}

@@ -8,10 +8,10 @@ results are those of `benchmarks/every_method.py`: RULER's `niah_single_2` at 2,
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from common import parser_of
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
@@ -85,8 +85,7 @@ def apart(heights: Sequence[float], distance: float = 6.5) -> list[tuple[float, 
 
 def main() -> None:
     """Draws it."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--out", required=True)
+    parser = parser_of(__doc__, "out")
     args = parser.parse_args()
     results = read_results(FOLDER)
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.8), sharey=True, layout="constrained")

@@ -15,14 +15,13 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
 import jax
-from common import Rows
+from common import Rows, parser_of
 
 import kvjax
 from kvjax.models import from_pretrained, load_tokenizer
@@ -136,15 +135,13 @@ def _medians(seconds: dict[str, list[float]]) -> dict[str, Any]:
 
 def main() -> None:
     """Measures the rows that the file does not have yet."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--model", required=True, help="folder or GGUF file")
+    parser = parser_of(__doc__, "model", "out")
     parser.add_argument("--text", required=True, help="UTF-8 file of at least 10,000 tokens")
     parser.add_argument("--profile", required=True, help="file of kvjax profile")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=WHAT, default=WHAT)
     parser.add_argument("--read", type=int, nargs="+", default=READ_TOKENS, help="tokens to read")
     parser.add_argument("--method", nargs="+", help="names of methods, `full` among them")
-    parser.add_argument("--out", required=True)
     args = parser.parse_args()
     measure = Measure(args.model, args.text, args.profile, args.method)
     settings = {"model": Path(args.model).name, "budget": BUDGET, "rounds": args.rounds}

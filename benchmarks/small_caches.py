@@ -18,6 +18,7 @@ import argparse
 import os
 from pathlib import Path
 
+from common import parser_of
 from every_method import NEEDLES, run_command
 
 KVZIP = "kvzip(BUDGET, room=64)"
@@ -89,8 +90,7 @@ def parts(args: argparse.Namespace) -> dict[str, list[str]]:
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--model", required=True, help="folder or GGUF file of the model")
+    parser = parser_of(__doc__, "model", "out")
     parser.add_argument("--text", required=True, help="what RULER's needles are hidden in")
     parser.add_argument("--sample", required=True, help="text from which profiles are made")
     parser.add_argument("--held-out", required=True, help="text whose loss is measured")
@@ -98,7 +98,6 @@ def main() -> None:
     parser.add_argument("--length", type=int, required=True, help="tokens of a prompt")
     parser.add_argument("--cases", type=int, default=50, help="of each task")
     parser.add_argument("--only", metavar="NAME", nargs="+", help="parts to run")
-    parser.add_argument("--out", required=True)
     args = parser.parse_args()
     for name in ("model", "text", "sample", "held_out", "dataset"):
         if getattr(args, name) is not None:

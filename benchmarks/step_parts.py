@@ -17,7 +17,6 @@ the time that a user waits for all of them.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import dataclasses
 import itertools
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
-from common import Rows
+from common import Rows, parser_of
 
 import kvjax
 from kvjax.generation import decode_loop
@@ -216,9 +215,7 @@ def compile_row(model: Any, prompt: list[int], method: str, rounds: int) -> dict
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--model", required=True, help="folder of the model")
-    parser.add_argument("--out", required=True)
+    parser = parser_of(__doc__, "model", "out")
     parser.add_argument("--lengths", type=int, nargs="*", default=[2048, 7900])
     parser.add_argument("--methods", nargs="+", choices=COMPILED, default=list(COMPILED))
     parser.add_argument("--models", nargs="*", default=["bundled", "given"])

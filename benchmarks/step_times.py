@@ -11,13 +11,12 @@ and the greatest.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import statistics
 import time
 from pathlib import Path
 
-from common import save
+from common import parser_of, save
 
 import kvjax
 from kvjax.models import from_pretrained, load_tokenizer
@@ -32,13 +31,11 @@ NEW, ROOM = 64, 32  # tokens of an answer and of a question, at most
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--model", required=True, help="folder or GGUF file of the model")
+    parser = parser_of(__doc__, "model", "out")
     parser.add_argument("--text", required=True, help="the document")
     parser.add_argument("--lengths", type=int, nargs="*", default=[2048, 7900])
     parser.add_argument("--methods", nargs="+", default=list(METHODS), help="the first: full")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", required=True)
     args = parser.parse_args()
     model, tokenizer = from_pretrained(args.model, dtype="float32"), load_tokenizer(args.model)
     text = tokenizer(Path(args.text).read_text(), add_special_tokens=False).input_ids

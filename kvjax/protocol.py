@@ -31,7 +31,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.payload import of_rows, sum_into, take_slots
-from kvjax.cache.record import Record
+from kvjax.cache.record import NotNoted, Record
 from kvjax.cache.rope import Rope
 from kvjax.cache.slots import KVCache, NotAskedFor
 from kvjax.messages import brief
@@ -574,7 +574,8 @@ class Step:
 
         It is None for prompts that are not documents, such as questions, and at other moments.
         """
-        return _asked_for(self.requested, "record")
+        record = _asked_for(self.requested, "record")
+        return None if record is None else record.naming_what_is_missing()
 
     def of_rows(self, new: State, old: State) -> State:
         """Returns the state with `new` in the rows concerned and `old` in the others.
@@ -982,7 +983,7 @@ def _cache_with(needs: Needs, cache: KVCache) -> KVCache:
 
 @contextlib.contextmanager
 def _naming(transform: KVTransform, member: str) -> Iterator[None]:
-    """Makes an error that names the `needs` which do not ask for an array, and the request."""
+    """Makes an error that names the member which reads an array, and the request for it."""
     try:
         yield
     except NotAskedFor as error:
@@ -992,6 +993,8 @@ def _naming(transform: KVTransform, member: str) -> Iterator[None]:
             f"{type(transform).__name__}.{member} reads {name!r}, for which its `needs`, or those "
             f"of a wrapper around it, do not ask: they must be {requests}"
         ) from error
+    except NotNoted as error:
+        raise TypeError(f"{type(transform).__name__}.{member}: {error}") from error
 
 
 def accumulated_attention(cache: KVCache) -> Float[Array, "B Q S"]:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from kvjax.attention.all_heads import method_for_all
 from kvjax.attention.attend import attend, begin_document
 from kvjax.attention.flush import flush, flush_interval
 from kvjax.attention.init_cache import init_cache
@@ -76,6 +77,7 @@ def check(transform: KVTransform, *, num_layers: int = 2, rtol: float = 1e-4) ->
     - a row without tokens in a prompt, a step or a flush stays as it is;
     - padding is answered with zeros;
     - pinned slots stay;
+    - under `ByHead`, a prompt's tokens are kept head by head, unless `couples_heads` is declared;
     - shapes and dtypes of a cache and of the method's state never change;
     - a decode step holds no loop and no conditional of the method.
 
@@ -151,7 +153,7 @@ class _Case:
     """
 
     def __init__(self, transform: KVTransform, layer: int, rtol: float):
-        self.transform, self.rtol = transform, rtol
+        self.transform, self.layer, self.rtol = transform, layer, rtol
         rng, length = np.random.default_rng(0), _MAX_PROMPT + _MAX_NEW
         self.qkv = [
             rng.normal(size=(_BATCH, heads, length, _HEAD_DIM)).astype(np.float32)
@@ -161,15 +163,18 @@ class _Case:
         options = _QUICK if jax.default_backend() == "cpu" else None
         self.attend = jax.jit(attend, static_argnames=("phase", "last"), compiler_options=options)
         self.flush = jax.jit(flush, static_argnums=1, compiler_options=options)
-        self.empty = jax.jit(
-            lambda: init_cache(
-                transform, batch=_BATCH, kv_heads=_KV_HEADS, query_heads=_QUERY_HEADS,
-                head_dim=_HEAD_DIM, max_prompt=_MAX_PROMPT, max_new=_MAX_NEW,
-                dtype=jnp.float32, layer=layer,
-            )
-        )()  # fmt: skip
+        self.empty = self.new_cache(transform)
         self.out, self.prompted = self.prompt(self.empty, _right(_LENGTHS))
         self.outs, self.decoded = self.decode(self.prompted, _LENGTHS, _STEPS)
+
+    def new_cache(self, transform: KVTransform) -> Cache:
+        """Returns an empty cache of a transform."""
+        make = functools.partial(
+            init_cache, transform, batch=_BATCH, kv_heads=_KV_HEADS, query_heads=_QUERY_HEADS,
+            head_dim=_HEAD_DIM, max_prompt=_MAX_PROMPT, max_new=_MAX_NEW, dtype=jnp.float32,
+            layer=self.layer,
+        )  # fmt: skip
+        return jax.jit(make)()
 
     def tokens(self, positions: np.ndarray) -> list[jax.Array]:
         """Returns q, k, v and positions of tokens; large numbers where the position is -1."""
@@ -321,6 +326,21 @@ def _promises(case: _Case) -> None:
             case.fail("left keys that are not finite")
 
 
+def _heads_apart(case: _Case) -> None:
+    """Checks that a method for all heads keeps the same of a head whatever other heads read."""
+    whole = method_for_all(case.transform)
+    if whole is None:
+        return
+    cache, other = case.new_cache(whole), copy.copy(case)
+    other.qkv = [np.concatenate((x[:, : x.shape[1] // 2],) * 2, 1) for x in case.qkv]
+    (_, first), (_, second) = (each.prompt(cache, _right(_LENGTHS)) for each in (case, other))
+    if any(case.kept(first, row)[0] != case.kept(second, row)[0] for row in range(_BATCH)):
+        case.fail(
+            "keeps other tokens of a head when another head reads other keys: the method in "
+            "`ByHead` needs couples_heads=True in its card"
+        )
+
+
 def _long_text(case: _Case) -> None:
     """Checks that a method keeps no more of a long text than of `max_prompt` tokens.
 
@@ -426,7 +446,7 @@ def _step_is_plain(case: _Case) -> None:
 
 
 _CHECKS = (
-    _state, _promises, _long_text, _padding, _row_alone, _chunks, _idle_rows, _pinned,
+    _state, _promises, _heads_apart, _long_text, _padding, _row_alone, _chunks, _idle_rows, _pinned,
     _step_is_plain,
 )  # fmt: skip
 

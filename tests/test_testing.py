@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,14 @@ class KeepsEveryThird(Newest):
 
     def on_prompt(self, cache, state, step) -> tuple[Retain, tuple]:
         return Retain((cache.position % 3 == 0) | newest(cache, self.budget)), state
+
+
+class MeanOfHeads(kvjax.SnapKV):
+    """Its card does not say that it couples heads."""
+
+    def on_prompt(self, cache, state, step) -> tuple[Keep, tuple]:
+        keep, state = super().on_prompt(cache, state, step)
+        return replace(keep, reduce="layer"), state
 
 
 class Loops(Newest):
@@ -134,6 +142,7 @@ BROKEN = {
     "steps of other rows": (CountsStepsOfAllRows, "after steps and a prompt of other rows"),
     "keeps more": (KeepsMore, "promises 12 slots after a prompt, and keeps 15"),
     "other rows": (LooksAtOtherRows, "in a batch than of the same row alone"),
+    "other heads": (lambda: kvjax.ByHead(MeanOfHeads(0.3)), "needs couples_heads=True in its card"),
     "loop": (Loops, "has while in a decode step"),
 }
 

@@ -226,13 +226,10 @@ def _attend_placed(cache: Cache, tokens: Tokens, call: Call) -> tuple[Array, Cac
         return _attend_layer(cache, tokens, call)
     rows, heads = placement.rows_axis(len(tokens.q)), placement.heads_axis
     by_head, by_row = PartitionSpec(rows, heads), PartitionSpec(rows)
-    predicted, keys, values = (
-        None if x is None else by_head for x in (tokens.predicted, tokens.k, tokens.v)
-    )
     inputs = jax.tree.map(lambda _: by_row, tokens.inputs)
     specs = (
         cache_specs(cache),
-        Tokens._make((by_head, keys, values, by_row, predicted, inputs)),
+        jax.tree.map(lambda _: by_head, tokens)._replace(positions=by_row, inputs=inputs),
         dataclasses.replace(
             call, rope=rope_specs(call.rope, rows), options=sinks_specs(call.options, heads)
         ),

@@ -14,8 +14,8 @@ from jaxtyping import Array, Int
 from kvjax.serialization import pytree_node
 
 
-class NotNoted(KeyError):
-    """The error that a probe has not noted what is read; its argument is the name."""
+class NotNoted(TypeError):
+    """The error that a probe has not noted what is read."""
 
 
 @jax.tree_util.register_pytree_node_class
@@ -23,7 +23,11 @@ class _Noted(dict[str, Array]):
     """Arrays by name, of which one that is missing is told from other keys that are missing."""
 
     def __missing__(self, name: str) -> Array:
-        raise NotNoted(name)
+        noted = ", ".join(self) or "nothing"
+        raise NotNoted(
+            f"the record of a document has {noted}, and not {name!r}: name a probe in `needs` that "
+            "notes it"
+        )
 
     def tree_flatten(self) -> tuple[tuple[Array, ...], tuple[str, ...]]:
         return tuple(self.values()), tuple(self)

@@ -196,9 +196,7 @@ def load_context(
         transform = _with_calibrations(method, content["calibrations"], arrays)
         size = CacheSize(**content["size"])
         layers = bind(transform, functional.num_layers, functional.windows, size.max_tokens)
-        held = [
-            tuple(RestSizes._make(map(int, part)) for part in layer) for layer in content["held"]
-        ]
+        held = [tuple(RestSizes(*part) for part in layer) for layer in content["held"]]
         shapes = _context_shapes(functional, transform, layers, size, held, fingerprint)
     expected = jax.tree.leaves(shapes)
     stored = [arrays[name] for name in sorted(arrays) if name.isdigit()]

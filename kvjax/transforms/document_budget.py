@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt8
 from kvjax.budgets.budgets import Budget, check_budget, most_slots, rows_budget
 from kvjax.budgets.heads import HeadShares
 from kvjax.budgets.layers import Table
-from kvjax.cache.record import NotNoted, Record
+from kvjax.cache.record import Record
 from kvjax.cache.selection import evictable, keep_best, newest
 from kvjax.cache.slots import KVCache
 from kvjax.checks import check_count
@@ -204,11 +204,7 @@ class DocumentBudget(PromptBudget):
         before = keep_best(importance, before, cache.position, jnp.maximum(most - slots, 0))
         others = self._newest_others(cache, live & ~new & (mark == 0))
         stays = (cache.position < self.sinks) | newest(cache, self.window)
-        requested = step.requested | {"record": step.record.naming_what_is_missing()}
-        try:
-            score = self.scores(cache, state, dataclasses.replace(step, requested=requested), new)
-        except NotNoted as error:
-            raise self._not_noted(step.record, error) from error
+        score = self.scores(cache, state, step, new)
         if score.shape != cache.shape:
             raise ValueError(
                 f"{type(self).__name__}.scores must return a score for each slot, "
@@ -221,15 +217,6 @@ class DocumentBudget(PromptBudget):
         )  # fmt: skip
         state = state._replace(tokens=step.of_rows(total, state.tokens))
         return keep, state
-
-    def _not_noted(self, record: Record, error: NotNoted) -> TypeError:
-        """Returns the error for scores that ask for something that no record has."""
-        noted = ", ".join({**record.slots, **record.rows}) or "nothing"
-        return TypeError(
-            f"{type(self).__name__}.scores asks for {error}, and its probe "
-            f"{type(self.needs.probe).__name__} notes {noted}: name a probe in `needs` that notes "
-            "what the scores read"
-        )
 
     def _slots(
         self, tokens: Int[Array, " B"], cache: KVCache, table: Table

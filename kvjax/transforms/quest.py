@@ -274,7 +274,7 @@ class Quest(Recall):
                 key_mean, value_mean = (x.mean[:, :, None] for x in newest)
                 added = key_mean, value_mean, jnp.log(before + 1)
                 written = (write_slots(x, page, y) for x, y in zip(state.means, added, strict=True))
-                state = dataclasses.replace(state, means=Estimate._make(written))
+                state = dataclasses.replace(state, means=Estimate(*written))
             if self.spread is not None:
                 bounds = _around(newest[0], self.spread, state.low.dtype)
                 low, high = (x[:, :, None] for x in bounds)

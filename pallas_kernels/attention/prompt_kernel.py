@@ -94,8 +94,7 @@ REDUCTIONS = {
 class _Refs(NamedTuple):
     """Arrays of a program's row, head and block that it reads and, last, writes.
 
-    A call makes one of arrays, and one of the axes that choose a program's part of each. A program
-    has one of references.
+    A call makes one of arrays, and a program has one of references.
     """
 
     query_position: Any
@@ -147,9 +146,7 @@ def columns_by_kernel(
     # Query heads are the first axis of the grid: heads that run at the same time share the keys.
     row, head, query_head = (1,), (1, 2), (1, 2, 0)
     tiles = (1, 2, 3)
-    axes = _Refs(
-        row, query_head, query_head, tiles, tiles, tiles, tiles, head, head, head, query_head
-    )
+    axes = row, query_head, query_head, tiles, tiles, tiles, tiles, head, head, head, query_head
     arrays = _Refs(
         queries.position, q.astype(k.dtype), lse, first, end, plain_first, plain_end, seen.bias,
         seen.position, k, out,

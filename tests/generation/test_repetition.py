@@ -245,11 +245,23 @@ def test_scores_of_what_no_probe_notes():
             return step.record.slots["received"]
 
     layers = []
-    with pytest.raises(TypeError, match=r"Forgets.scores asks for 'received', .* Probe notes noth"):
+    message = r"Forgets.on_prompt: the record .* has nothing, and not 'received': name a probe in"
+    with pytest.raises(TypeError, match=message):
         kvjax.read(
             model("plain"), [PROMPTS[2]], transform=Forgets(0.5), on_layer=layers.append
         )  # fmt: skip
     assert not layers
+
+
+def test_a_record_of_which_a_decision_reads_what_is_not_noted():
+    class Decides(kvjax.KVTransform):
+        needs = property(lambda self: Needs(probe=kvjax.kit.Received()))
+
+        def on_prompt(self, cache, state, step):
+            return kvjax.kit.Keep(cache.length, step.record.slots["query"]), state
+
+    with pytest.raises(TypeError, match=r"Decides.on_prompt: .* has received, and not 'query'"):
+        foreseen(Decides(), "prompt")
 
 
 def test_a_key_that_scores_miss_elsewhere():
