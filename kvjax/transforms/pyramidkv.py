@@ -57,8 +57,9 @@ class PyramidKV(KVTransform):
       prompts shorter than twice the budget. A layer's static capacity is the largest number of
       tokens that any prompt of at most `max_prompt` tokens keeps in a layer of its quarter of the
       model. So even the last layers have room for `budget` tokens, since a prompt of that length is
-      kept whole. In a model of 30 layers, 8.5 % of the slots remain free under a budget of 512, and
-      21 % under one of 0.2. Grouped queries are handled as in `SnapKV`.
+      kept whole. A model of 30 layers has 8.5 % more slots under a budget of 512, and 21 % more
+      under one of 0.2, than it would with a capacity for each layer. Grouped queries are
+      handled as in `SnapKV`.
     """
 
     budget: Budget
