@@ -14,12 +14,12 @@
 # %% [markdown]
 # # How Chelsea sees a cache: chunks and edges
 #
-# Chelsea (Hu et al., arXiv 2506.11418) merges tokens whose keys are alike. This notebook draws what
-# it looks at, in the keys of a real model that has read a real text: SmolLM2-135M, with 30 layers
-# of three KV heads, and a page of Python's documentation.
+# Chelsea (Hu et al., arXiv 2506.11418) merges tokens whose keys are alike. This notebook draws the
+# keys that it compares: those of SmolLM2-135M, a model with 30 layers of three KV heads, which has
+# read a page of Python's documentation.
 #
-# *It runs from top to bottom on a CPU in under three minutes, and its outputs are of such a run. In
-# Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
+# *It runs from top to bottom on a CPU in under three minutes, and shows the outputs of such a run.
+# In Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
 # address of its repository. `%pip` installs what is missing: add the extra `cuda12` or `cuda13` for
 # a GPU, `tpu` for a TPU.*
 
@@ -54,12 +54,12 @@ print(f"{len(prompt)} tokens, which begin with:\n\n{tokenizer.decode(prompt[:60]
 print(f"\nand end with:\n\n{tokenizer.decode(case.question).strip()} ...")
 
 # %% [markdown]
-# ## What it lives on: near tokens have like keys
+# ## Why it works: near tokens have similar keys
 #
-# The paper's first observation is that keys are much alike, most of all within a region of the
-# text. Here are the cosines of all pairs of keys in one head. The squares along the diagonal are
-# Chelsea's chunks: a token is compared with those of its own chunk and with no others. The first
-# and the newest tokens are in no chunk, since they are never merged.
+# The paper's first observation is that many keys are similar, above all within a region of the
+# text. The picture shows the cosines of all pairs of keys in one head. The squares along the
+# diagonal are Chelsea's chunks: a token is compared with those of its own chunk and with no others.
+# The first and the newest tokens are in no chunk, since they are never merged.
 
 # %%
 chelsea = kvjax.Chelsea(budget=0.3)
@@ -87,7 +87,7 @@ axes.set_ylabel("position of another token")
 plt.show()
 
 # %% [markdown]
-# The second observation is that two keys are less alike the farther apart their tokens are. Here is
+# The second observation is that keys are less similar the farther apart their tokens are. Here is
 # the mean cosine by distance, for four layers:
 
 # %%
@@ -111,8 +111,8 @@ plt.show()
 # ## Edges of a chunk
 #
 # In each chunk, tokens at even places are set A and those at odd places set B. Every token of A has
-# one edge, to the token of B with the most similar key. Of all edges of a head the most similar
-# ones are kept. Here is a chunk of 48 tokens, so short that its edges can be told apart:
+# one edge, to the token of B with the most similar key. Chelsea keeps the most similar edges of a
+# head. The picture shows a chunk of 48 tokens, so short that its edges can be told apart:
 
 # %%
 START, SIZE = 256, 48
@@ -139,9 +139,9 @@ axes.set_xlabel("position of the token")
 plt.show()
 
 # %% [markdown]
-# Solid edges are the more similar half. Where several lead to one token of set B, all of them
-# become one slot with it. Steep edges join neighbours, flat ones tokens that are farther apart. The
-# solid ones as text, the most similar first:
+# Solid edges are the more similar half. Where several lead to one token of set B, it becomes one
+# slot with all tokens at their other ends. Steep edges join neighbours, flat ones join tokens that
+# are farther apart. Here are the solid edges as text, the most similar first:
 
 # %%
 for a in kept:
@@ -152,8 +152,8 @@ for a in kept:
 # %% [markdown]
 # ## What is left: slots that stand for several tokens
 #
-# A pass can halve the cache, and passes repeat until the budget is met. Each line below is a slot,
-# at the position that it has taken, and its height is the number of tokens that it stands for.
+# A pass can halve the cache, and passes repeat until the budget is met. Each line below is a slot
+# at its position, and its height is the number of tokens that it stands for.
 
 # %%
 merged = kvjax.read(model, [prompt], transform=chelsea, max_new=16)
@@ -167,11 +167,11 @@ plt.show()
 # %% [markdown]
 # The first 16 tokens and the newest 64 are never merged. In between, most slots stand for several
 # tokens, and they are spread over the whole text. Attention adds the logarithm of a slot's number
-# of tokens to its logit, so that ten tokens in one slot weigh as much as ten.
+# of tokens to its logit, so ten tokens in one slot weigh as much as ten with slots of their own.
 #
 # ## What merging does to an answer
 #
-# The prompt hides a number and asks for it. How the answer goes through the full cache, and through
+# The prompt hides a number and asks for it. Here are the answers through the full cache and through
 # the merged one:
 
 # %%
@@ -182,8 +182,8 @@ for name, transform in {"full": kvjax.Full(), "chelsea": chelsea}.items():
 print(f"expected {case.answers[0]}")
 
 # %% [markdown]
-# A mean of several tokens keeps attention close to what it was, which is what the method is for. A
-# number that was merged with its neighbours is a mean too, and no longer says its digits, unless it
-# stands among the protected tokens. This is one prompt on a small model, and says nothing of how a
-# large one would fare. The paper has larger models, and finds Chelsea ahead of other methods on
-# LongBench and on a needle in a haystack.
+# The mean of several tokens keeps attention close to what it was, which is the purpose of the
+# method. But a number that is merged with its neighbours loses its digits, unless it stands among
+# the protected tokens. This is one prompt on a small model and does not say how a large one would
+# do. With larger models, the paper finds Chelsea ahead of other methods on LongBench and on a
+# needle in a haystack.

@@ -16,10 +16,11 @@
 #
 # ClusterKV (Liu et al., arXiv 2412.03213) throws nothing away. It clusters the keys of a prompt,
 # and each decode step looks at the clusters that its query points at. This notebook draws the
-# clusters of SmolLM2-135M, what steps recall of them, and how much of the attention they find.
+# clusters of SmolLM2-135M's keys, the ones that each step recalls, and how many of the most
+# attended tokens these hold.
 #
-# *It runs from top to bottom on a CPU in under three minutes, and its outputs are of such a run. In
-# Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
+# *It runs from top to bottom on a CPU in under three minutes, and shows the outputs of such a run.
+# In Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
 # address of its repository. `%pip` installs what is missing: add the extra `cuda12` or `cuda13` for
 # a GPU, `tpu` for a TPU.*
 
@@ -61,7 +62,7 @@ print(f"\nand end with:\n\n{tokenizer.decode(case.question).strip()} ...")
 # %% [markdown]
 # ## Steps that are watched
 #
-# `plot.watch` reads the prompt, lets the model write some tokens, and writes down what each step
+# `plot.watch` reads the prompt, lets the model write some tokens, and records what each step
 # attends to. A budget of 0.1 lets a step look at a tenth of the prompt. The first two layers stay
 # dense, as in the paper.
 
@@ -73,10 +74,10 @@ print(f"{tokenizer.decode([step.token for step in steps])!r}, expected {case.ans
 # %% [markdown]
 # ## Clusters
 #
-# A dot is a token, at its position and the number of its cluster. Clusters are numbered by their
-# first tokens: those of neighbours follow the diagonal, and those whose members are far apart leave
-# it. Dark dots are what the first step after the prompt attended to; the shaded place is the number
-# that is asked for.
+# Each dot is a token, at its position and its cluster's number. Clusters are numbered in the order
+# of their first tokens, so clusters of neighbours follow the diagonal, and clusters whose members
+# are far apart leave it. Dark dots are tokens that the first step after the prompt attended to; the
+# shaded stretch is the number that is asked for.
 
 # %%
 LAYER = 20
@@ -109,14 +110,14 @@ plot.legend(figure, kept="attended to", gone="not in this step")
 plt.show()
 
 # %% [markdown]
-# Columns that are dark for many steps are what a head looks at again and again. What changes from
-# line to line is what an eviction could not have known in advance.
+# A column that is dark in many lines is a token that the head looks at again and again. A method
+# that evicts could not have known beforehand which tokens change from line to line.
 #
 # ## Recall
 #
-# How many of the n tokens with the most attention were among the n that a step looked at? The mean
-# over heads and layers, next to that of Quest, which ranks pages of 16 neighbours instead of
-# clusters.
+# How many of the n tokens with the most attention were among the n that a step looked at? The
+# picture shows the mean over heads and layers, beside that of Quest, which ranks pages of 16
+# neighbours instead of clusters.
 
 # %%
 quest_steps, _ = plot.watch(model, prompt, kvjax.Quest(budget=0.1), steps=STEPS)
@@ -126,12 +127,12 @@ plot.recall(axes, {name: [step.mean_recall for step in own] for name, own in lin
 plt.show()
 
 # %% [markdown]
-# Recall counts tokens and not what they weigh: among the best tenth there are many tokens with next
-# to no attention, so that a recall far below 100 % can go with a small error. Which of both methods
-# is higher may differ on another text, and a model of 135 million parameters with three KV heads
-# shows the mechanism and not what a large model gains.
+# Recall counts tokens and not their attention: the best tenth has many tokens with next to no
+# attention, so a recall far below 100 % can go with a small error. Another text may reverse the
+# order of the two methods, and a model of 135 million parameters with three KV heads shows the
+# mechanism, not what a large model gains.
 #
-# By layer; the first two are dense:
+# Here is the recall by layer, without the first two, which are dense:
 
 # %%
 figure, axes = plt.subplots(figsize=(7.2, 2.4))
@@ -149,8 +150,9 @@ plt.show()
 # %% [markdown]
 # ## What it costs
 #
-# The cache holds every token and the centroids besides. What becomes smaller is what a step reads;
-# the bytes become smaller on the device with `kvjax.Offload` behind it, see `host_memory.ipynb`.
+# The cache holds every token and the centroids besides. Only the part that a step reads becomes
+# smaller. With `kvjax.Offload` after ClusterKV, fewer bytes are on the device: see
+# `host_memory.ipynb`.
 
 # %%
 full = kvjax.read(model, [prompt], max_new=STEPS + 1)

@@ -18,8 +18,8 @@
 # is a method again. This notebook builds some, looks at their caches, and lets them answer a
 # question.
 #
-# *It runs from top to bottom on a CPU in under three minutes, and its outputs are of such a run. In
-# Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
+# *It runs from top to bottom on a CPU in under three minutes, and shows the outputs of such a run.
+# In Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
 # address of its repository. `%pip` installs what is missing: add the extra `cuda12` or `cuda13` for
 # a GPU, `tpu` for a TPU.*
 
@@ -72,8 +72,8 @@ def show(name, transform, **colours):
 #
 # ## In a row
 #
-# `chain` applies methods one after the other: first what evicts or merges, then how slots are
-# stored, then what a step looks at, then where they are.
+# `chain` applies methods one after the other: first one that evicts or merges, then the form in
+# which slots are stored, then the selection of each step, then the memory that holds them.
 
 # %%
 evicted = show("snapkv", kvjax.SnapKV(budget=0.2))
@@ -81,12 +81,13 @@ quantised = show("snapkv in 8 bits", kvjax.chain(kvjax.SnapKV(budget=0.2), kvjax
 
 # %% [markdown]
 # Both keep the same tokens. The second holds them in 8 bits, and the full cache is float32. With
-# `bits=4` the newest 128 tokens stay as they came, which pays in longer prompts than this one.
+# `bits=4` the newest 128 tokens stay in full precision, so that it pays only in longer prompts than
+# this one.
 #
 # ## Around a method
 #
 # `KVCrush` gives a quarter of its base's budget to tokens that stand for what the base evicts. They
-# are pinned, and orange.
+# are pinned, and drawn in orange.
 
 # %%
 crushed = show("kvcrush(snapkv)", kvjax.KVCrush(kvjax.SnapKV(budget=0.2)), other="pinned")
@@ -111,7 +112,7 @@ print(f"{int(after.length[0])} tokens, {after.caches[0].kv.slots} slots")
 # ## By layer and by head
 #
 # `PerLayer` takes a function of the layer's number and the number of layers. `HeadGroups` gives
-# some heads another method, with storage that really differs.
+# groups of heads different methods, each with storage of its own size.
 
 # %%
 by_layer = kvjax.PerLayer(lambda i, n: kvjax.Full() if i < 1 else kvjax.SnapKV(budget=0.1))
@@ -124,8 +125,8 @@ groups = kvjax.HeadGroups(
 grouped = show("head groups", groups)
 
 # %% [markdown]
-# The lines of a layer are in the order of the groups: heads 0 and 3 first, then 1 and 2. What each
-# composition takes, by layer:
+# The lines of a layer are in the order of the groups: heads 0 and 3 first, then 1 and 2. Here are
+# the bytes of each composition by layer:
 
 # %%
 full = kvjax.read(model, [prompt], max_new=16)
@@ -141,8 +142,8 @@ plt.show()
 # ## As text
 #
 # Methods, `chain` and wrappers are expressions too, for the command line and for files: `kvjax
-# generate --method "..."`. A budget beside the text goes to every method that has none of its own.
-# `PerLayer` and `HeadGroups` are made in Python alone.
+# generate --method "..."`. The argument `budget` goes to every method that has none of its own.
+# `PerLayer` and `HeadGroups` can be made only in Python.
 
 # %%
 transform = kvjax.parse("every(kvcrush(snapkv(window=32)), steps=32)", budget=0.2)
@@ -150,10 +151,10 @@ print(transform)
 print(kvjax.unparse(transform))
 
 # %% [markdown]
-# ## What cannot work says so
+# ## Combinations that cannot work raise an error
 #
-# A method that selects slots cannot stand behind one that frees slots while decoding. The error
-# comes when the combination is made, and not in the middle of a run.
+# A method that selects slots cannot come after one that frees slots while decoding. The error comes
+# when the combination is made, and not in the middle of a run.
 
 # %%
 try:
@@ -164,8 +165,8 @@ except ValueError as error:
 # %% [markdown]
 # ## Do they still answer?
 #
-# The share is that of the full cache's bytes. Methods that select keep everything; their budget is
-# what a step looks at.
+# The percentage is the share of the full cache's bytes. Methods that select keep everything; their
+# budget is the share that a step looks at.
 
 # %%
 COMPOSITIONS = [
@@ -185,5 +186,5 @@ for text in COMPOSITIONS:
 print(f"{'expected':50} {case.answers[0]}")
 
 # %% [markdown]
-# One question says that a combination runs, and little of how good it is:
+# One question shows that a combination runs, and says little about how good it is:
 # `quality_against_budget.ipynb` shows how to measure that.

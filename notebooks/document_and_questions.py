@@ -15,11 +15,11 @@
 # # A document and many questions
 #
 # A document is read once, its cache is compressed and saved, and questions come later, all of them
-# in one batch. Which method to take then is another matter than when the question is known: this
+# in one batch. Other methods are good then than where the question is known beforehand: this
 # notebook shows why.
 #
-# *It runs from top to bottom on a CPU in under three minutes, and its outputs are of such a run. In
-# Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
+# *It runs from top to bottom on a CPU in under three minutes, and shows the outputs of such a run.
+# In Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
 # address of its repository. `%pip` installs what is missing: add the extra `cuda12` or `cuda13` for
 # a GPU, `tpu` for a TPU.*
 
@@ -47,7 +47,7 @@ model, tokenizer = from_pretrained(demo.directory()), load_tokenizer(demo.direct
 # %% [markdown]
 # ## A document
 #
-# Some pages of Python's documentation, with eight sentences in between that no documentation has.
+# The document is some pages of Python's documentation, with eight invented sentences in between.
 # The bundled model was trained to find such sentences in a text of this kind.
 
 # %%
@@ -80,8 +80,8 @@ print(f"{len(tokens):,} tokens, {len(questions)} questions")
 # ## Read once, ask eight times
 #
 # `kvjax.read` gives a `Context`, which holds the compressed caches. A context of one row takes any
-# number of questions, and no question knows of another. `max_prompt` counts the document and a
-# question, `max_new` what is written.
+# number of questions, which do not see each other. `max_prompt` counts the tokens of the document
+# and a question, `max_new` those of an answer.
 
 
 # %%
@@ -103,9 +103,9 @@ for name, answer, good in zip(CODES, answers, right, strict=True):
 # %% [markdown]
 # ## Why not a method that evicts?
 #
-# SnapKV keeps what the end of the prompt looks at. When the document is compressed there is no
-# question yet, and its last lines look at whatever they look at. Here is what SnapKV keeps of the
-# document, with arrows at the eight codes:
+# SnapKV keeps the tokens that the end of the prompt attends to. When the document is compressed
+# there is no question yet, and the document's last lines have no reason to attend to the codes. The
+# picture shows what SnapKV keeps, with arrows at the eight codes:
 
 # %%
 evicted, _, right_snapkv = ask(kvjax.SnapKV(budget=0.1))
@@ -121,8 +121,8 @@ plt.show()
 print(f"{sum(right_snapkv)} of {len(right_snapkv)} right")
 
 # %% [markdown]
-# All methods on the same questions. The share of bytes is that of the document's cache. ClusterKV
-# and Quest keep every token and an index, so that they save what a step reads, and no bytes.
+# Now several methods answer the same questions. The percentage is the size of the document's cache.
+# ClusterKV and Quest keep every token and an index: a step reads less, but no bytes are saved.
 
 # %%
 METHODS = ["full", "snapkv", "h2o", "clusterkv", "quest", "chain(quantize, clusterkv)"]
@@ -143,13 +143,13 @@ axes.set_xlabel(f"right answers of {len(CODES)}, asked after the document was co
 plt.show()
 
 # %% [markdown]
-# Eight questions on a model of one million parameters say which way it goes, and no more. Where the
-# question can be put into the prompt, evicting methods do well: see the quickstart.
+# Eight questions on a model of one million parameters show the direction, and no more. Where the
+# question can be put into the prompt, SnapKV does well: see the quickstart.
 #
 # ## Saving what was read
 #
-# The folder holds the caches, the method as an expression, and fingerprints of the model. Reading
-# it back compares checksums of all files first, and runs nothing of the folder.
+# The folder holds the caches, the method as an expression, and fingerprints of the model.
+# `kvjax.load_context` first compares the checksums of all files, and runs no code from the folder.
 
 # %%
 with tempfile.TemporaryDirectory() as folder:

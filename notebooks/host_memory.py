@@ -15,11 +15,11 @@
 # # Keys and values in host memory
 #
 # Methods that select look at a part of the cache in each step. `Offload` puts keys and values into
-# host memory, and keeps on the device what the last steps selected. A step fetches only rows that
-# the device does not hold yet. This notebook counts what crosses.
+# host memory, and keeps on the device what the last steps selected. A step fetches only the tokens
+# that the device does not hold yet. This notebook counts what is transferred.
 #
-# *It runs from top to bottom on a CPU in under three minutes, and its outputs are of such a run. In
-# Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
+# *It runs from top to bottom on a CPU in under three minutes, and shows the outputs of such a run.
+# In Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
 # address of its repository. `%pip` installs what is missing: add the extra `cuda12` or `cuda13` for
 # a GPU, `tpu` for a TPU.*
 
@@ -50,8 +50,8 @@ prompt = case.prompt
 # %% [markdown]
 # ## Where the bytes are
 #
-# The tokens are the same with and without `Offload`: it changes where rows are, and not which ones
-# a step looks at.
+# The tokens are the same with and without `Offload`: it changes where keys and values are, and not
+# which ones a step looks at.
 
 # %%
 clusters = kvjax.ClusterKV(budget=0.1)
@@ -82,14 +82,13 @@ plt.show()
 
 # %% [markdown]
 # The first two layers stay dense on the device, as in the paper: half of this model, and a
-# sixteenth of one with 32 layers. In a model of that size the device's bar is a small part of the
-# whole.
+# sixteenth of one with 32 layers. In a model of that size the part on the device is small.
 #
-# ## What crosses
+# ## What is transferred
 #
-# Most of what a step looks at, the step before has looked at too. Below, each block is a KV head,
-# each line a step. Dark is on the device already; orange must be fetched. New tokens are on the
-# device in any case.
+# The step before has looked at most of the tokens that a step looks at. Below, each block is a KV
+# head and each line a step. Dark tokens are on the device already, and orange ones must be fetched.
+# New tokens are always on the device.
 
 # %%
 STEPS, LAYER = 16, 3
@@ -114,8 +113,9 @@ print(
 # %% [markdown]
 # ## How much the device should hold
 #
-# `recent_steps` is how many steps' selections stay on the device. More of them mean fewer bytes
-# that cross, and more that are held. `result.recall` counts both.
+# `recent_steps` is how many steps' selections stay on the device. With more of them, fewer bytes
+# are transferred, and the device holds more. `result.recall` has the transferred bytes and the
+# share that was found on the device.
 
 # %%
 fetched, rates = [], []
@@ -140,6 +140,6 @@ plt.show()
 # ## What this does not show
 #
 # On a CPU "host" and "device" are the same memory, so the bytes are right and times would say
-# nothing. On a GPU the rows cross the bus, and whether that pays depends on the bandwidth, on how
-# long a step takes otherwise, and on how often its selection changes. A small model on short text
-# changes it often.
+# nothing. On a GPU keys and values cross the bus, and whether that pays depends on the bandwidth,
+# on how long a step takes otherwise, and on how often its selection changes. A small model on short
+# text changes it often.

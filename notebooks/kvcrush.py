@@ -14,12 +14,12 @@
 # %% [markdown]
 # # How KVCrush sees a cache: bits and buckets
 #
-# KVCrush (Jha et al., arXiv 2503.00022) goes around a method that evicts. Of what that method
-# throws away it keeps a few tokens that stand for the rest, chosen by how the heads behave. This
-# notebook draws the bits and buckets of it for SmolLM2-135M.
+# KVCrush (Jha et al., arXiv 2503.00022) wraps a method that evicts. Among the tokens that this
+# method would evict, it keeps a few that stand for the rest, chosen by how the heads treat them.
+# This notebook draws the bits and buckets by which it chooses, for SmolLM2-135M.
 #
-# *It runs from top to bottom on a CPU in under three minutes, and its outputs are of such a run. In
-# Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
+# *It runs from top to bottom on a CPU in under three minutes, and shows the outputs of such a run.
+# In Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
 # address of its repository. `%pip` installs what is missing: add the extra `cuda12` or `cuda13` for
 # a GPU, `tpu` for a TPU.*
 
@@ -57,11 +57,10 @@ print(f"\nand end with:\n\n{tokenizer.decode(case.question).strip()} ...")
 # ## A bit per head
 #
 # A token is described by one bit for each query head: would the base method retain it, if that head
-# decided alone? SmolLM2 has nine query heads, so that a token is nine bits, however long its key
-# is.
+# decided alone? SmolLM2 has nine query heads, so a token is nine bits, however long its key is.
 #
-# SnapKV's decision has the scores that say so. A method of our own gets at them: it asks SnapKV for
-# its decision, leaves the scores as its state, and evicts nothing.
+# The scores in SnapKV's decision say so. To get them, we write a method that asks SnapKV for its
+# decision, leaves the scores as its state, and evicts nothing.
 
 # %%
 from dataclasses import dataclass
@@ -98,11 +97,11 @@ plot.legend(figure, kept="would be retained", gone="would not")
 plt.show()
 
 # %% [markdown]
-# Columns are tokens. Where a column is dark from top to bottom all heads agree, and most columns
-# are light: no head wants the token. Tokens with the same column are treated alike by the model,
-# which is what KVCrush takes as similar.
+# Each column is a token. Where a column is dark from top to bottom, every head wants the token;
+# most columns are light, since no head wants theirs. KVCrush takes tokens with the same column as
+# similar, since the heads treat them alike.
 #
-# How many heads want a token:
+# The next picture counts tokens by the number of heads that want them:
 
 # %%
 figure, axes = plt.subplots(figsize=(7.2, 2.0))
@@ -116,11 +115,11 @@ plt.show()
 # ## Distances to an anchor, and buckets
 #
 # A KV head orders the tokens that it evicts by the Hamming distance of their bits to an anchor: the
-# number of bits that differ. That takes one pass and no comparison of tokens with each other. The
+# number of bits that differ. That takes one pass, without comparing tokens with each other. The
 # order is cut into as many buckets as there are representatives, and the middle token of each
 # bucket is kept.
 #
-# The anchor here has a one where more than half of the tokens have one.
+# Here the anchor has a one for each head that wants more than half of the tokens.
 
 # %%
 kept = kvjax.read(model, [prompt], transform=base, max_new=1).caches[LAYER].kv
@@ -144,9 +143,9 @@ axes.legend(loc="upper left")
 plt.show()
 
 # %% [markdown]
-# Grey lines part the buckets. Most evicted tokens are wanted by no head and have the same bits, so
-# that most buckets differ only by where their tokens stand in the text. With few heads, as in this
-# small model, the bits are few; the paper's models have 32 query heads.
+# Grey lines separate the buckets. Most evicted tokens are wanted by no head and have the same bits,
+# so that most buckets differ only by where their tokens stand in the text. With few heads, as in
+# this small model, the bits are few; the paper's models have 32 query heads.
 #
 # The library chooses the same tokens:
 
@@ -160,8 +159,8 @@ print("chosen above:", sorted(chosen.tolist()))
 # %% [markdown]
 # ## In the cache
 #
-# Representatives are pinned: an evicting base leaves them alone while it decodes. Dark is what
-# SnapKV keeps, orange what stands for the rest.
+# Representatives are pinned: an evicting base leaves them alone while it decodes. SnapKV keeps the
+# dark tokens; the orange ones stand for the rest.
 
 # %%
 figure, axes = plt.subplots(figsize=(7.2, 3.4))
@@ -176,7 +175,6 @@ plot.legend(figure, kept="kept by SnapKV", other="representatives", gone="evicte
 plt.show()
 
 # %% [markdown]
-# Representatives are spread over the text that SnapKV evicts. They give attention something to look
-# at where nothing else is left. Whether that is worth the quarter of the budget that they take
-# depends on the task: where single tokens are asked for, the base would have used those slots for
-# itself.
+# Representatives are spread over the text that SnapKV evicts, so that attention finds a token where
+# nothing else is left. Whether that is worth the quarter of the budget that they take depends on
+# the task: where single tokens are asked for, the base would have used those slots for itself.

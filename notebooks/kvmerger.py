@@ -18,8 +18,8 @@
 # notebook draws those runs in the keys of SmolLM2-135M, which has 30 layers of three KV heads and
 # reads a page of Python's documentation.
 #
-# *It runs from top to bottom on a CPU in under three minutes, and its outputs are of such a run. In
-# Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
+# *It runs from top to bottom on a CPU in under three minutes, and shows the outputs of such a run.
+# In Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
 # address of its repository. `%pip` installs what is missing: add the extra `cuda12` or `cuda13` for
 # a GPU, `tpu` for a TPU.*
 
@@ -54,10 +54,10 @@ print(f"{len(prompt)} tokens, which begin with:\n\n{tokenizer.decode(prompt[:60]
 print(f"\nand end with:\n\n{tokenizer.decode(case.question).strip()} ...")
 
 # %% [markdown]
-# ## What it lives on: keys that resemble the next one
+# ## Why it works: keys resemble the next one
 #
-# For every token, the cosine of its key and the next token's. A line is one KV head, and a dark
-# place is a pair of neighbours that are much alike.
+# The picture has the cosine of each token's key and the next token's. Each line is a KV head, and a
+# dark place is a pair of similar neighbours.
 
 # %%
 full = kvjax.read(model, [prompt], max_new=1)
@@ -69,10 +69,10 @@ print("mean by layer, ten layers to a line:")
 print(np.round(np.asarray(alike.mean(1)), 2).reshape(-1, 10))
 
 # %% [markdown]
-# Most heads are dark all over: in them neighbours differ little, and merging costs little. The
-# light ones are in the first layers. A light line from top to bottom is a token whose key differs
-# from the next one's in many layers. To merge the same number of tokens everywhere would treat all
-# heads alike; the threshold below does not.
+# Most heads are dark all over: their neighbouring keys differ little, and merging costs little. The
+# lighter heads are in the first layers. A light line from top to bottom is a token whose key
+# differs from the next one's in many layers. Merging a fixed number of tokens would treat all heads
+# alike; the threshold below does not.
 #
 # ## Sets
 #
@@ -108,8 +108,8 @@ for largest in np.argsort(-mass)[:4]:
     print(f"{mass[largest]} tokens in one slot: {tokenizer.decode(stretch)!r}")
 
 # %% [markdown]
-# A set ends where the line falls below the threshold, and at a token that is left alone for the
-# attention it has received: such a token parts two sets.
+# A set ends where the line falls below the threshold, and at a token that is not merged because it
+# has received much attention.
 #
 # A set S becomes one slot at the place of its pivot p, the token that has received the most
 # attention, with Gaussian weights around the pivot's key:
@@ -129,10 +129,10 @@ axes.set_ylabel("slots, share of tokens")
 plt.show()
 
 # %% [markdown]
-# Where fewer neighbours are alike, in most of the first layers, more slots are left. With a
+# Where fewer neighbours are similar, in most of the first layers, more slots are left. With a
 # threshold the text decides how much is merged, and the cache's arrays stay as large as they were.
-# With a budget the most similar pairs join until it is met, and the arrays
-# are made for the budget.
+# With a budget the most similar pairs join until it is met, and the arrays have the size of the
+# budget.
 #
 # ## Slots of a budget
 
@@ -161,7 +161,7 @@ for name, transform in {"full": kvjax.Full(), "kvmerger": kvjax.KVMerger(budget=
 print(f"expected {case.answers[0]}")
 
 # %% [markdown]
-# The prompt hides a number and asks for it: the hardest case for a method that makes means, since
-# neighbouring digits may well share a slot. This is one prompt on a small model. What merging is
-# good at is to keep attention outputs close at little memory, which `kvjax diagnose` and `kvjax
-# compare` measure on a text of yours.
+# The prompt hides a number and asks for it, which is hard for a method that merges, since
+# neighbouring digits may share a slot. This is one prompt on a small model. Merging is meant to
+# keep attention outputs close with little memory; `kvjax diagnose` and `kvjax compare` measure that
+# on your own text.

@@ -15,11 +15,11 @@
 # # One document, a twentieth of the cache
 #
 # A document is read once, and its questions come later. Which tokens will they need? KVzip lets the
-# document itself ask: the model repeats it, and what the repetition looks up stays. Most heads look
-# up next to nothing, so that the budget is shared among the heads, by a profile of the model.
+# model repeat the document, and keeps the tokens that the repetition looks up. Most heads look up
+# next to nothing, so a profile of the model shares the budget among the heads.
 #
-# *It runs from top to bottom on a CPU in under three minutes, and its outputs are of such a run. In
-# Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
+# *It runs from top to bottom on a CPU in under three minutes, and shows the outputs of such a run.
+# In Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
 # address of its repository. `%pip` installs what is missing: add the extra `cuda12` or `cuda13` for
 # a GPU, `tpu` for a TPU.*
 
@@ -45,7 +45,7 @@ model, tokenizer = from_pretrained(demo.directory()), load_tokenizer(demo.direct
 # %% [markdown]
 # ## A document and its questions
 #
-# Some pages of Python's documentation, with eight sentences in between that no documentation has.
+# The document is some pages of Python's documentation, with eight invented sentences in between.
 # The bundled model was trained to find such sentences in a text of this kind.
 
 # %%
@@ -76,10 +76,10 @@ print(f"{len(document):,} tokens, {len(questions)} questions")
 # %% [markdown]
 # ## What each head looks up
 #
-# `kvjax.calibrated` lets the model repeat a text, scores its tokens in all heads, and notes which
-# share of its tokens each head keeps at any budget. The picture shows the profiles of two
-# texts over each other: pages of documentation, and docstrings. The shares are the model's, and
-# hardly the text's. So the profile is made once, from any text.
+# `kvjax.calibrated` lets the model repeat a text, scores its tokens in all heads, and notes the
+# share of its tokens that each head keeps at any budget. The picture shows the profiles of two
+# texts together: pages of documentation, and docstrings. The shares depend on the model and hardly
+# on the text, so the profile is made once, from any text.
 
 # %%
 texts = {
@@ -97,15 +97,15 @@ plt.show()
 
 # %% [markdown]
 # In this model one layer of four looks things up. At a twentieth of all tokens, its four heads keep
-# about a fifth of theirs, and the heads of the other layers next to nothing. With a twentieth in
-# each head, the layer that matters would lose three quarters of what it needs.
+# about a sixth of theirs, and the heads of the other layers next to nothing. With a twentieth in
+# each head, this layer would lose more than two thirds of the tokens that it keeps here.
 #
 # ## Four caches, eight questions
 #
 # `kvjax.read` reads the document and its repetition, layer by layer; the tokenizer gives it words
 # to ask for that ("Repeat the previous context exactly."). The questions come afterwards, all of
-# them in one batch. `ByHead` stores the heads of a layer in rectangles of unequal length, so
-# that bytes are really saved. `room` is that for questions and answers between turns.
+# them in one batch. `ByHead` stores the heads of a layer in rectangles of unequal length, so that
+# bytes are really saved. `room` is the number of slots for a question and its answer.
 
 # %%
 kvzip = kvjax.KVzip(budget=0.05, room=64)
@@ -138,20 +138,20 @@ print(f"{'right':16}" + "".join(f"{right[name]:>11} of 8" for name in METHODS))
 print(f"{'bytes':16}" + "".join(f"{x.nbytes / 1e6:>13.2f} MB" for x in contexts.values()))
 
 # %% [markdown]
-# The last column is what was asked for. Each cache has room for a question and an answer, which
-# does not shrink: it is a part of the bytes of the small ones.
+# The last column is the right answer. Each cache has room for a question and an answer. This room
+# is as large in the small caches, and counts in their bytes.
 #
-# SnapKV keeps what the document's last lines look at, which are no question, and answers nothing.
-# KVzip keeps what the repetition looks up, and most answers come back; the full cache does not give
-# all of them either. Sharing the budget by the profile gives the layer that looks things up more
-# room, and here no more right answers: eight questions on a model of one million parameters tell
-# KVzip from SnapKV, and not two ways of sharing a budget from each other. With SmolLM2 it is what
-# decides, see `docs/results/documents.md`.
+# SnapKV keeps what the document's last lines look at. They do not ask for anything, and no answer
+# is right. With what the repetition looks up, KVzip gives five of eight right answers, and the full
+# cache seven. Sharing the budget by the profile gives more tokens to the layer that looks things
+# up, but no more right answers: eight questions on a model of one million parameters tell KVzip
+# from SnapKV, but not two ways of sharing a budget from each other. On SmolLM2 sharing makes the
+# difference: see `docs/results/documents.md`.
 #
 # ## Where the tokens are
 #
-# What each head holds: KVzip alone, and with the budget shared. Heads of the layer that looks
-# things up hold the codes, at which the arrows point.
+# The picture shows what each head holds, with KVzip alone and with the budget shared. Heads of the
+# layer that looks things up hold the codes, at which the arrows point.
 
 # %%
 figure, panels = plt.subplots(2, 1, figsize=(7.2, 4.6), sharex=True, layout="constrained")
@@ -167,7 +167,7 @@ plot.legend(figure, kept="kept", gone="evicted")
 plt.show()
 
 # %% [markdown]
-# This is for single facts such as needles; answers about prose need every token, which is the
+# This suits single facts such as needles; answers about prose need every token, which is the
 # default of `kvjax read`. On the command line, the profile is made at the first use and kept for
 # the next time:
 #

@@ -14,12 +14,12 @@
 # %% [markdown]
 # # Your own Flax model
 #
-# An attention layer of yours makes one call, `kvjax.attend`, in place of its attention. This
-# notebook writes a small decoder in Flax NNX around it, with a loop of its own, and looks at its
-# caches. Weights are random: the point is how it fits together, and no text comes out.
+# Your attention layer calls `kvjax.attend` in place of its own attention. This notebook writes a
+# small decoder in Flax NNX around that call, with a loop of its own, and looks at its caches.
+# Weights are random: the notebook shows how the parts fit together, and the model writes no text.
 #
-# *It runs from top to bottom on a CPU in under three minutes, and its outputs are of such a run. In
-# Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
+# *It runs from top to bottom on a CPU in under three minutes, and shows the outputs of such a run.
+# In Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
 # address of its repository. `%pip` installs what is missing: add the extra `cuda12` or `cuda13` for
 # a GPU, `tpu` for a TPU.*
 
@@ -50,8 +50,8 @@ ROWS, PROMPT, NEW = 2, 96, 48
 # ## The layer
 #
 # `attend` adds the new tokens to the cache, attends, and lets the method compress. The cache goes
-# in and comes out; it is a pytree whose shapes never change while decoding. With `rope`, it rotates
-# queries and keys; without, give rotated ones.
+# in and comes out; it is a pytree whose shapes never change while decoding. With `rope`, `attend`
+# rotates queries and keys; without it, pass rotated ones.
 
 # %%
 rope = kvjax.Rope(inv_freq=1.0 / 10_000.0 ** (jnp.arange(0, HEAD_DIM, 2) / HEAD_DIM))
@@ -95,7 +95,7 @@ class Model(nnx.Module):
 #
 # `bind` gives each layer its transform, since methods may differ by layer. `init_cache` makes
 # caches for `max_prompt` and `max_new` tokens of a row over all turns. The method here keeps the
-# tokens that the newest queries look at, again every 16 steps.
+# tokens that the newest queries look at, and chooses again every 16 steps.
 
 # %%
 transforms = kvjax.bind(kvjax.Every(kvjax.SnapKV(budget=40, window=8), steps=16), LAYERS)
@@ -139,7 +139,7 @@ logits, caches = call(weights, tokens, positions, caches, phase="prompt")
 print("live slots by row and head:\n", caches[0].kv.live.sum(-1))
 
 # %% [markdown]
-# What the first row holds, and what the second, shorter one does:
+# The picture shows what the first row holds, and what the second, shorter row holds:
 
 # %%
 figure, panels = plt.subplots(2, figsize=(7.2, 3.6), sharex=True)
@@ -152,14 +152,13 @@ plot.legend(figure, kept="live", gone="evicted")
 plt.show()
 
 # %% [markdown]
-# With random weights nothing in the text is special, so that what stays in front of the newest
-# tokens is scattered.
+# With random weights nothing in the text is special, so the tokens that stay before the newest ones
+# are scattered.
 #
 # ## Decoding, and `flush`
 #
-# Some methods do something with new tokens now and then. They leave them as they come for M steps,
-# and the loop calls `kvjax.flush` after them. `flush_interval` says M, which is known before
-# anything is traced.
+# Some methods process new tokens only every M steps: the loop calls `kvjax.flush` after each M
+# steps. `flush_interval` gives M, which is known before anything is traced.
 
 # %%
 interval = kvjax.flush_interval(caches)
@@ -196,12 +195,12 @@ plot.legend(figure, kept="live", gone="evicted")
 plt.show()
 
 # %% [markdown]
-# The budget holds on the whole text, written tokens included: after every flush 40 slots of a head
+# The budget covers the whole text, written tokens included: after every flush 40 slots of a head
 # are live.
 #
 # ## `kvjax.generate` with your model
 #
 # `generate`, contexts and `kvjax.evaluation` take every model with the signature of
-# `kvjax.models.LanguageModel`: attributes that tell its sizes, and a call with tokens, positions,
-# caches, transforms and phase. `examples/` has whole decoders in NNX and Linen, and an attention
-# that stays as it is on a cache from kvjax.
+# `kvjax.models.LanguageModel`: attributes for its sizes, and a call with tokens, positions, caches,
+# transforms and phase. `examples/` has whole decoders in NNX and Linen, and an attention that keeps
+# its own code and uses a cache from kvjax.

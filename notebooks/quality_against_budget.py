@@ -15,11 +15,11 @@
 # # Quality against budget
 #
 # How small may a cache be? This notebook asks a model many questions with several methods and
-# budgets, with the question inside of what is compressed and after it, and draws right answers with
-# their intervals.
+# budgets, with the question inside what is compressed and after it, and draws the shares of right
+# answers with their intervals.
 #
-# *It runs from top to bottom on a CPU in under three minutes, and its outputs are of such a run. In
-# Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
+# *It runs from top to bottom on a CPU in under three minutes, and shows the outputs of such a run.
+# In Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
 # address of its repository. `%pip` installs what is missing: add the extra `cuda12` or `cuda13` for
 # a GPU, `tpu` for a TPU.*
 
@@ -48,10 +48,11 @@ model, tokenizer = from_pretrained(demo.directory()), load_tokenizer(demo.direct
 #
 # `compare` hides a number in a text, at several depths, asks for it and counts right answers. A
 # prompt is read once for all methods. The question is either the end of the prompt that is
-# compressed, or it comes after the text has been compressed. Methods change places between the two.
+# compressed, or it comes after the text has been compressed. The methods rank differently in the
+# two cases.
 #
-# Ten questions a point take a minute or two. More of them make the intervals narrower: `kvjax
-# compare --cases 200` is the command for a night.
+# Ten questions per point take a minute or two. More of them make the intervals narrower: `kvjax
+# compare --cases 200` can run overnight.
 
 # %%
 METHODS, BUDGETS, CASES = ["snapkv", "h2o", "quest"], [0.1, 0.2, 0.4], 10
@@ -72,8 +73,8 @@ for row in results.rows():
           f"({score.low:.0%} to {score.high:.0%}), {row.share:4.0%} of the bytes")  # fmt: skip
 
 # %% [markdown]
-# Dots are shares of right answers, bars their 95 % intervals. They are wide: with ten questions, 10
-# of 10 still means anything from 72 % up.
+# Dots are shares of right answers, and bars their 95 % intervals. These are wide: 10 right answers
+# of 10 still mean anything from 72 % up.
 
 # %%
 LOOKS = {"snapkv": ("o", "#0072B2"), "h2o": ("s", "#D55E00"), "quest": ("^", "#009E73")}
@@ -97,17 +98,19 @@ panels[1].legend(loc="upper left", bbox_to_anchor=(1, 1))
 plt.show()
 
 # %% [markdown]
-# - With the question inside, SnapKV looks at the text with the question's eyes.
-# - With the question after, it has thrown the answer away before it was asked for. Quest keeps
-#   everything and chooses anew in every step, so that it does not matter when the question comes.
-#   For Quest the budget is what a step looks at, and its bytes stay those of the full cache.
-# - H2O keeps what has received much attention so far, which says little of what will be asked for.
+# - With the question inside, SnapKV keeps the tokens that the question attends to.
+# - With the question after, SnapKV has mostly evicted the answer before it is asked for. Quest
+#   keeps everything and chooses anew in every step, so it does not matter when the question comes.
+#   For Quest the budget is what a step looks at, and its bytes are slightly more than the full
+#   cache's.
+# - H2O keeps what has received much attention so far, which says little about what will be asked
+#   for.
 #
 # ## Two other measures
 #
 # `perplexity` is the loss of a text that goes through the compressed cache. `attention` is how far
-# attention outputs are from the full cache's, layer by layer, while an answer is given. They don't
-# ask for one number, and rank methods differently.
+# attention outputs are from the full cache's, layer by layer, while an answer is given. They do not
+# ask for one number, and may rank methods differently.
 
 # %%
 measures = compare(
@@ -129,7 +132,7 @@ for method in METHODS:
 # %% [markdown]
 # ## What this says, and what not
 #
-# This model has one million parameters and was made to retrieve. It tells how well a method keeps
+# This model has one million parameters and was made to retrieve. It shows how well a method keeps
 # what a retrieving head needs. For your model and your text, `kvjax compare --model DIR --text
 # book.txt` does the same, and `kvjax diagnose --model DIR --prompt-file book.txt --error 0.1` finds
 # the smallest cache under an error.

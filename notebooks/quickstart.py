@@ -17,8 +17,8 @@
 # A language model keeps a key and a value of every token that it has read. This notebook makes that
 # cache smaller while a model answers a question, and looks at what was kept.
 #
-# *It runs from top to bottom on a CPU in under three minutes, and its outputs are of such a run. In
-# Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
+# *It runs from top to bottom on a CPU in under three minutes, and shows the outputs of such a run.
+# In Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
 # address of its repository. `%pip` installs what is missing: add the extra `cuda12` or `cuda13` for
 # a GPU, `tpu` for a TPU.*
 
@@ -44,8 +44,8 @@ model, tokenizer = from_pretrained(demo.directory()), load_tokenizer(demo.direct
 
 # %% [markdown]
 # A small trained model comes with the package: one million parameters, four layers with four KV
-# heads each. It can find what a long text says once, and copy it out. It is a measuring instrument
-# and no model to talk to.
+# heads each. It can find what a long text says once, and copy it out. It is a measuring instrument,
+# not a model to talk to.
 #
 # Its document hides one number, and ends with the question for it:
 
@@ -59,7 +59,7 @@ print(f"{len(prompt):,} tokens, which end with: {document.question.strip()} ..."
 #
 # `kvjax.generate` reads prompts and continues them. Without a `transform` it keeps everything.
 # `SnapKV(budget=0.1)` keeps a tenth of the prompt in every head: the tokens that the end of the
-# prompt looks at, which here is the question.
+# prompt, here the question, looks at.
 
 # %%
 full = kvjax.generate(model, [prompt], max_new_tokens=8)
@@ -73,8 +73,8 @@ for name, result in {"full": full, "snapkv": small}.items():
     )
 
 # %% [markdown]
-# Times are without compilation, which `result.compile_s` has by itself. A second call of the same
-# kind compiles nothing. On a shared machine they vary from run to run.
+# Times exclude compilation, which `result.compile_s` has. A second call of the same kind compiles
+# nothing. On a shared machine they vary from run to run.
 #
 # ## What was kept
 #
@@ -101,13 +101,13 @@ whole = image.get_array()[:, first : last + 1].all(1).reshape(model.num_layers, 
 print("heads that keep the whole number, by layer:", whole.sum(1).tolist())
 
 # %% [markdown]
-# Heads keep different places. All keep the end of the prompt, which is always kept. Those that keep
-# the number can copy it into the answer.
+# Heads keep different places, but all keep the end of the prompt. Those that keep the number can
+# copy it into the answer.
 #
 # ## Other methods
 #
-# Every method has a name, and names combine as text. The budget goes to every method that has none
-# of its own.
+# Every method has a name, and names combine as text. The argument `budget` goes to every method
+# that has none of its own.
 
 # %%
 METHODS = [
@@ -128,19 +128,17 @@ for name in METHODS:
     print(f"{name:32} {right}  {answer[:12]:12} {share:6.1%} of the full cache")
 
 # %% [markdown]
-# What to read from this one question:
+# This one question shows the following:
 #
-# - `snapkv` has the question inside of what it compresses, and keeps what the question looks at.
+# - `snapkv` compresses the document with the question, and keeps what the question looks at.
 # - `streaming_llm` keeps the first tokens and the newest ones. The number stands in between.
 # - `h2o` keeps the newest tokens and those that received the most attention, added up over the
 #   whole prompt, of which the question is a small part.
-# - `chelsea` merges tokens with similar keys. A mean of several tokens no longer says which digits
-#   it was made of.
-# - `clusterkv` keeps everything, and an index besides. It saves the reading of the cache and not
-#   its bytes.
+# - `chelsea` merges tokens with similar keys. The mean of several tokens no longer shows the
+#   digits.
+# - `clusterkv` keeps everything, and an index besides. A step reads less, but no bytes are saved.
 #
-# One question on one small model ranks no methods: `quality_against_budget.ipynb` asks more of
-# them.
+# One question on one small model does not rank methods: `quality_against_budget.ipynb` asks more.
 #
 # ## With your checkpoint
 #

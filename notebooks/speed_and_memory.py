@@ -15,10 +15,10 @@
 # # Speed and memory
 #
 # What does a smaller cache save? This notebook counts the bytes of caches, also of models that do
-# not fit here, and measures times on this machine beside what the machine can do at best.
+# not fit here, and measures times on this machine beside the least that its bandwidth allows.
 #
-# *It runs from top to bottom on a CPU in under three minutes, and its outputs are of such a run. In
-# Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
+# *It runs from top to bottom on a CPU in under three minutes, and shows the outputs of such a run.
+# In Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
 # address of its repository. `%pip` installs what is missing: add the extra `cuda12` or `cuda13` for
 # a GPU, `tpu` for a TPU.*
 
@@ -46,9 +46,9 @@ model, tokenizer = from_pretrained(demo.directory()), load_tokenizer(demo.direct
 # %% [markdown]
 # ## Bytes of a large model, without it
 #
-# A cache is arrays of known shapes, so `jax.eval_shape` prices it before it is made. Here are the
-# caches of Llama-3.1-8B (32 layers of 8 KV heads with 128 channels, bfloat16) for one row and 512
-# new tokens, by the length of the prompt. Bytes are those of all arrays, positions and indices
+# A cache is arrays of known shapes, so `jax.eval_shape` tells its size before it is made. Here are
+# the caches of Llama-3.1-8B (32 layers of 8 KV heads with 128 channels, bfloat16) for one row and
+# 512 new tokens, by the length of the prompt. Bytes are those of all arrays, positions and indices
 # included.
 
 # %%
@@ -92,14 +92,14 @@ axes.legend()
 plt.show()
 
 # %% [markdown]
-# A share of the prompt makes a line that is parallel to the full cache's, a number of slots a flat
-# one. `kvjax plan` does this for a model's configuration and a mesh of devices, and says how many
-# requests fit.
+# A budget as a share of the prompt gives a line parallel to the full cache's, and a number of slots
+# gives a flat one. `kvjax plan` does this for a model's configuration and a mesh of devices, and
+# says how many requests fit.
 #
 # ## Bytes by layer, measured
 #
-# The same for caches that exist: the bundled model after 2,048 tokens. `PyramidKV` gives layers
-# different budgets.
+# These are caches that exist: those of the bundled model after 2,048 tokens. `PyramidKV` gives
+# layers different budgets.
 
 # %%
 prompt = tokenizer(demo.held_out_text()).input_ids[:2048]
@@ -118,7 +118,8 @@ plot.layer_bytes(axes, {name: context.caches for name, context in contexts.items
 plt.show()
 
 # %% [markdown]
-# ClusterKV lies above the full cache where it works: it keeps everything, and centroids.
+# In the layers where it selects, ClusterKV has more bytes than the full cache: it keeps everything,
+# and centroids.
 #
 # ## Times
 #
@@ -156,9 +157,8 @@ axes.legend()
 plt.show()
 
 # %% [markdown]
-# The more of a step is the reading of the cache, the more a smaller cache saves: at four rows more
-# than at one. What compression costs is in the time to the first token.
+# The larger the part of a step that reads the cache, the more a smaller cache saves: more with four
+# rows than with one. The time to the first token includes the compression.
 #
-# These are times of this machine, now, and of a model that fits into a processor's cache. `kvjax
-# bench --model DIR --method snapkv,clusterkv` measures your model, and nothing here says how a GPU
-# would do.
+# These times are of this machine now, with a model that fits into a processor's cache. `kvjax bench
+# --model DIR --method snapkv,clusterkv` measures your model; nothing here says how a GPU would do.

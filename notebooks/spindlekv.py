@@ -16,11 +16,11 @@
 #
 # SpindleKV (Tang et al., arXiv 2507.06517) treats the two ends of a model differently. Deep layers
 # look at few tokens, so most are evicted there. Shallow layers look at many, but their keys and
-# values resemble each other, so one copy stands for many. This notebook draws both for
-# SmolLM2-135M.
+# values resemble each other, so one entry of a codebook (a *book*) stands for many. This notebook
+# draws both for SmolLM2-135M.
 #
-# *It runs from top to bottom on a CPU in under three minutes, and its outputs are of such a run. In
-# Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
+# *It runs from top to bottom on a CPU in under three minutes, and shows the outputs of such a run.
+# In Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
 # address of its repository. `%pip` installs what is missing: add the extra `cuda12` or `cuda13` for
 # a GPU, `tpu` for a TPU.*
 
@@ -54,8 +54,8 @@ print(f"{len(prompt)} tokens, which begin with:\n\n{tokenizer.decode(prompt[:60]
 # %% [markdown]
 # ## Eviction that grows with depth
 #
-# `reserve=0.5` keeps half of all tokens, the mean over layers: more than that in the first layers
-# and less in the last ones. Each line is a KV head.
+# `reserve=0.5` keeps half of all tokens in the mean over layers: more in the first layers and fewer
+# in the last ones. Each line is a KV head.
 
 # %%
 evicted = kvjax.read(model, [prompt], transform=kvjax.LayerBudgetEviction(0.5), max_new=16)
@@ -65,8 +65,8 @@ plot.legend(figure, kept="kept", gone="evicted")
 plt.show()
 
 # %% [markdown]
-# The newest 32 tokens are always kept. Of the others each head keeps those to which these attend
-# most, the sum of that attention divided by a token's age, so that newer ones are preferred.
+# The newest 32 tokens are always kept. Each head also keeps the tokens to which these 32 attend
+# most. The sum of that attention is divided by a token's age, so that newer tokens are preferred.
 #
 # ## What is alike in a layer
 #
@@ -75,7 +75,7 @@ plt.show()
 # length. All heads of a layer share a book. Keys are compared without their rotation, which differs
 # by position even where tokens are the same.
 #
-# How many keys and values each entry stands for, the busiest entries first:
+# The picture shows how many keys and values each entry stands for, the busiest entries first:
 
 # %%
 whole = kvjax.read(model, [prompt], transform=kvjax.Codebook(capacity=1.0), max_new=16)
@@ -97,12 +97,12 @@ plt.show()
 
 # %% [markdown]
 # A line that starts high and ends early is a layer in which few directions stand for many vectors.
-# A line along the bottom is one in which nearly every vector is its own.
+# A line along the bottom is a layer in which nearly every vector has an entry of its own.
 #
 # ## The spindle
 #
-# Both together, by layer: how many vectors eviction leaves, and how many entries the books need for
-# them, as shares of all vectors of the prompt.
+# The next picture has both by layer: how many vectors eviction leaves, and how many entries the
+# books need for them, as shares of all vectors of the prompt.
 
 # %%
 spindle = kvjax.read(model, [prompt], transform=kvjax.SpindleKV(0.5, capacity=1.0), max_new=16)
@@ -125,10 +125,9 @@ axes.legend()
 plt.show()
 
 # %% [markdown]
-# Eviction makes the deep end narrow and the books make the shallow end narrow. What is stored is
-# widest in between, like a spindle. Where the entries lie far below the vectors that are kept, a
-# layer's vectors are alike and a book saves memory; where they lie close to them, there is little
-# to share.
+# Eviction makes the deep end narrow and the books make the shallow end narrow, so storage is widest
+# in between, like a spindle. Where the entries lie far below the vectors that are kept, a layer's
+# vectors are alike and a book saves memory; where they lie close to them, there is little to share.
 #
 # ## Bytes
 #
@@ -156,4 +155,4 @@ print(f"vectors that found no entry near enough and no room: {reserve.overflow:.
 # %% [markdown]
 # Steps in the lines are groups of layers that share a capacity, so that the model compiles four
 # kinds of layers and not thirty. Books take references and lengths besides their entries. With keys
-# of 64 channels, as here, and few heads, they pay less than with those of large models.
+# of 64 channels and few heads, as here, they save less than in large models.

@@ -14,11 +14,12 @@
 # %% [markdown]
 # # Write a method
 #
-# A method says what to keep, and kvjax stores, moves and attends. This notebook writes one in
-# twenty lines, lets the library check it, looks at what it keeps, and compares it with SnapKV.
+# A method decides what to keep; kvjax does the rest: it stores and moves slots, and attends to
+# them. This notebook writes one in twenty lines, lets the library check it, looks at what it keeps,
+# and compares it with SnapKV.
 #
-# *It runs from top to bottom on a CPU in under three minutes, and its outputs are of such a run. In
-# Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
+# *It runs from top to bottom on a CPU in under three minutes, and shows the outputs of such a run.
+# In Colab, **File → Upload notebook** takes this file, and **File → Open notebook → GitHub** the
 # address of its repository. `%pip` installs what is missing: add the extra `cuda12` or `cuda13` for
 # a GPU, `tpu` for a TPU.*
 
@@ -73,14 +74,14 @@ plt.show()
 
 # %% [markdown]
 # The idea asks for a clearly negative correlation, and these heads of a model with one million
-# parameters show none: the paper looked at large models. The method is written all the same, and
-# the end of this notebook measures it.
+# parameters show none: the paper looked at large models. We write the method all the same, and the
+# end of this notebook measures it.
 #
 # ## The method
 #
-# A frozen dataclass. Its fields are the parameters. `PromptBudget` promises how many slots remain
-# of a prompt, so that arrays can be made before anything runs. `on_prompt` looks at the keys when a
-# prompt is complete, and returns a decision: `Keep` so many, the best by a score.
+# The method is a frozen dataclass whose fields are its parameters. `PromptBudget` promises how many
+# slots remain of a prompt, so that arrays can be made before anything runs. `on_prompt` looks at
+# the keys when a prompt is complete, and returns a decision: `Keep` so many, the best by a score.
 
 # %%
 from dataclasses import dataclass
@@ -117,14 +118,14 @@ class SmallKeys(PromptBudget):
 #
 # `kvjax.testing.check` runs small prompts and decode steps through a method, with rows of different
 # lengths, in chunks, inside `jit`, and says in one line what is broken. Combinations are methods
-# too. Both of these pass, so that nothing is printed.
+# too. Both of these pass, so nothing is printed.
 
 # %%
 kvjax.testing.check(SmallKeys(budget=12))
 kvjax.testing.check(kvjax.chain(SmallKeys(budget=12), kvjax.Quantize(8)))
 
 # %% [markdown]
-# A method that breaks its promise:
+# The next method breaks its promise:
 
 
 # %%
@@ -160,8 +161,8 @@ plot.legend(figure, kept="kept", gone="evicted")
 plt.show()
 
 # %% [markdown]
-# SnapKV keeps what the end of the prompt looks at, which here is the question, and most of its
-# heads keep the answer. A key's norm knows nothing of a question.
+# SnapKV keeps what the end of the prompt, here the question, looks at, and many of its heads keep
+# the answer. The norm of a key does not depend on the question.
 
 # %% [markdown]
 # ## A name, and a comparison
@@ -182,7 +183,7 @@ for name in ("full", "small_keys", "snapkv", "every(small_keys, steps=16)"):
     print(f"{name:28} {right} of {len(cases)} right")
 
 # %% [markdown]
-# Five questions tell a method that works from one that loses what is asked for, and not two good
-# methods from each other. `Every` compresses again while the model writes, and cannot bring back
-# what is gone. The page *Writing a method* (`docs/writing-a-method.md`) builds methods
-# that evict while decoding and that merge, and names every member of the protocol.
+# Five questions tell a method that works from one that loses what is asked for, but not two good
+# methods from each other. `Every` compresses again while the model writes; it cannot bring back
+# what is gone. The page *Writing a method* (`docs/writing-a-method.md`) builds methods that evict
+# while decoding and that merge, and names every member of the protocol.
