@@ -15,11 +15,10 @@ on.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from pathlib import Path
 
-from common import Rows, save
+from common import Rows, parser_of, save
 from kept_answers import NEEDLES, haystacks
 
 import kvjax
@@ -42,14 +41,12 @@ METHODS = {  # by what they are called, with the paper's settings where these ar
 
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--model", required=True, help="folder or GGUF file of the model")
+    parser = parser_of(__doc__, "model", "out")
     parser.add_argument("--text", required=True, help="what needles are hidden in")
     parser.add_argument("--sample", required=True, help="text from which InfiniGen calibrates")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8_000, 32_000])
     parser.add_argument("--budgets", type=int, nargs="+", default=[256, 512, 1024, 2048])
     parser.add_argument("--cells", help="file of the rows; the result's name and .cells.json")
-    parser.add_argument("--out", required=True)
     args = parser.parse_args()
     model, tokenizer = from_pretrained(args.model, dtype="float32"), load_tokenizer(args.model)
     functional, text = as_functional(model), Path(args.text).read_text()
