@@ -1,8 +1,9 @@
 """Operations of a compressed KV cache, each with its XLA reference. Depends on jax alone.
 
-Each file holds one operation: its documented function, its XLA reference and, if it has one, its
-Pallas kernel. Operations with a kernel take an `implementation`: None takes the best that can run,
-and a named one never falls back.
+Each file named here holds one operation, with its XLA reference. Its Pallas kernel, if it has one,
+is in the same file or in one that operations share, such as `attention/kernel.py`. Operations with
+a kernel take an `implementation`: None takes the best that can run, and a named one never falls
+back.
 """
 
 from pallas_kernels.attention.codebook import codebook_attention

@@ -1,6 +1,7 @@
 """Stores the keys and values of a cache.
 
-A payload holds the keys, or the values, of all slots in some form. It has eight methods:
+A payload holds the keys, or the values, of all slots in some form. A form that encodes each row by
+itself is a `RowPayload`, of two functions. Any other has the members of `Payload`, among them:
 
 - `read` returns dense rows.
 - `write` stores new rows.
@@ -12,6 +13,7 @@ A payload holds the keys, or the values, of all slots in some form. It has eight
 - `attention` computes the attention of a decode step over the form as it is.
 
 At rest, between calls, a form may take fewer bytes: `at_rest` and `awake` bring it there and back.
+`room`, `beside` and `beside_taken` count places for new rows and beside the slots.
 
 While a prompt is read, keys and values are `Dense`, whatever their form between prompts.
 """

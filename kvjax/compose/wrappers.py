@@ -235,7 +235,7 @@ def in_head_order(layer: KVTransform, cache: Any, arrays: Sequence[Array]) -> Ar
 @named("everywhere")
 @dataclass(frozen=True)
 class Everywhere(Wrapper):
-    """A method that works in layers with a sliding window too, which would be rings otherwise.
+    """Lets a method work in layers with a sliding window, which otherwise hold just their window.
 
     A `Ring` holds a window exactly, and no less than it. A smaller budget, in models whose layers
     all have long windows for one, needs the method itself: it then decides as in any other layer,

@@ -1,4 +1,4 @@
-"""Generates text from a language model through a compressed KV cache."""
+"""The public calls `read`, `generate` and `stream`; `turns.py` and `decode_loop.py` do the work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Base class of encoded payloads: recent rows beside an encoded body, and attention over both."""
+"""Base class of encoded payloads: recent rows beside an encoded body, and attention over both.
+
+The body is read as it is encoded: by XLA with products of a format (`pallas_kernels/formats`), on
+GPUs and TPUs by `stored_attention`, whose kernels know the form by the `Rows` of the payload.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""The kernels behind attention: a softmax over parts of the slots.
+"""The kernels for GPUs behind attention: a softmax over parts of the slots.
 
 A program takes a tile of the query rows of one KV head and one part of its slots. It goes through
 the slots tile by tile with a running softmax, and writes the normalised output and the log-sum-exp
 of its part. Parts are in float32, and a second kernel joins them: XLA would need three launches,
 each of which takes as long as reading a short cache. Keys and values are read once for each tile of
-query rows. The queries of a decode step are one tile.
+query rows. The queries of a decode step are one tile. Where lists choose the slots (`Seen.index`),
+a tile has entries of a list, and rows are read through it.
 """
 
 from __future__ import annotations

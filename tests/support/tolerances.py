@@ -1,4 +1,4 @@
-"""The one table of tolerances."""
+"""Tolerances that tests share. A bound that follows from one test alone stands in that test."""
 
 from __future__ import annotations
 
