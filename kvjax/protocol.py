@@ -74,7 +74,8 @@ class Card:
       unscored: parameters that change no score, so that a profile of heads (`ByHead`) serves all.
       profiled_by: the method by whose scores `ByHead` shares the budget of this one among heads;
         None: by its own.
-      couples_heads: whether what it decides for a head depends on other heads of the layer.
+      couples_heads: whether what it decides for a head depends on other heads of the layer, for
+        methods that `ByHead` takes.
 
     Example:
       >>> import kvjax

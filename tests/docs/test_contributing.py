@@ -56,6 +56,14 @@ def test_a_method_is_public(name):
     assert getattr(kvjax, ALL[name].__qualname__, None) is ALL[name]
 
 
+def test_pages_count_the_published_methods():
+    papers = {kind.card.paper for name, kind in FROM_PAPERS.items() if name not in STORAGE}
+    count = "twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
+    number = count[len(papers) - 12]
+    assert f"{number} published methods" in README
+    assert f"{number} methods from the literature" in (ROOT / "docs/index.md").read_text("utf-8")
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_is_tested_compiled_and_measured(name):
     for pattern in "tests/kernels/test_*.py", "tests/gpu/gpu_programs.py", "benchmarks/kernel*.py":

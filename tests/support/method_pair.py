@@ -62,7 +62,9 @@ class Pair:
     outputs, the kept positions and, where the method has them, the accumulated scores.
 
     transform: of the library.  reference: makes the reference of one row and head, or with
-    `whole_rows` of one row.
+    `whole_rows` of one row.  It has `kept`, positions, and `prompt` and `decode` as in
+    `tests/references/h2o.py`; one of a whole row has them for all heads: positions of each head, q
+    of all query heads, k and v with an axis of heads.  If it has `flush`, it is called too.
     heads: KV heads and query heads per KV head.  options: scale, window, soft_cap, sinks of
     attention, given to both.  rope: both get rotated keys, or with `late` unrotated ones.
     dtype: of the tokens and the cache; both get tokens that it holds exactly.  roundings: what
