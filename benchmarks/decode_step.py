@@ -103,6 +103,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--prompt-tokens", type=int, default=32_768)
     parser.add_argument("--budget", type=float, default=0.2)
+    parser.add_argument("--methods", nargs="+", help="some of them, with the full cache; all")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--out")
     args = parser.parse_args()
@@ -118,6 +119,8 @@ def main() -> None:
         "quantize, 8 bits": kvjax.Quantize(8),
         "quantize, 4 bits": kvjax.Quantize(4),
     }
+    if args.methods is not None:
+        methods = {name: methods[name] for name in ("full", *args.methods)}
     sides, cache_bytes = {"einsum": einsum_side(args.prompt_tokens + MAX_NEW)}, {}
     for name, transform in methods.items():
         layer = kvjax.bind(transform, 1)[0]
