@@ -88,7 +88,7 @@ FIRST = {
 PAGE_RECALL = "page_recall_smollm2", "page_recall_qwen"
 RECALL_ANSWERS = (
     "recall_answers_smollm2", "recall_answers_qwen", "recall_answers_qwen_4k",
-    "recall_answers_qwen_8k",
+    "recall_answers_qwen_8k", "recall_answers_smollm2_8k",
 )  # fmt: skip
 KEPT_ANSWERS = (
     "kept_answers_smollm2", "kept_answers_qwen", "kept_parts_smollm2", "kept_parts_qwen",

@@ -16,7 +16,7 @@ from kvjax.cli.inputs import check_text, read_text
 from kvjax.cli.opened import OpenedModel, check_counts
 from kvjax.cli.tables import Row, name_column, number_column, print_table
 from kvjax.cli.templates import Dialogue
-from kvjax.cli.terminal import Display, print_line
+from kvjax.cli.terminal import Display, no_entry, print_line
 from kvjax.evaluation.diagnosis.diagnosis import (
     BUDGETS,
     ERROR,
@@ -150,6 +150,9 @@ def _show(console: Console, diagnosis: Diagnosis, error: float) -> None:
         f"Green: an error of no more than {error:g}.",
         style="dim",
     )
+    for finding in diagnosis.findings:
+        if finding.overflow:
+            console.print(Text(f"{finding.name}: {no_entry(finding.overflow)}", style="dim"))
     console.print(Text(_recommendation(diagnosis, best, error), style="bold"))
 
 

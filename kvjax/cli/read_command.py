@@ -23,7 +23,7 @@ from kvjax.cli.library import TOGETHER, batches, check_no_library, places
 from kvjax.cli.opened import OpenedModel, check_counts
 from kvjax.cli.saved import Reading, Saved, absolute_model, check_out
 from kvjax.cli.sizes import Whole
-from kvjax.cli.terminal import Display, print_line, share
+from kvjax.cli.terminal import Display, no_entry, print_line, share
 from kvjax.compose.walks import walk
 from kvjax.generation.prompt_checks import check_prompts, longest_turn
 from kvjax.messages import brief
@@ -271,9 +271,21 @@ def _read(
             save(document, one)
             records[document.out] = {
                 "cache_bytes": one.nbytes, "awake_bytes": one.awake_nbytes,
-                "full_cache_bytes": one.full_nbytes, **one.occupancy.record,
+                "full_cache_bytes": one.full_nbytes, "overflow": _overflow(one),
+                **one.occupancy.record,
             }  # fmt: skip
     return records, whole
+
+
+def _overflow(context: kvjax.Context) -> float:
+    """Returns the share of vectors that found neither an entry nor room in a codebook."""
+    parts = (part for layer in context.layers for part in walk(layer))
+    if not any(isinstance(part, kvjax.Codebook) for part in parts):
+        return 0.0  # caches would be made anew
+    # Imported here: commands without a codebook start in less time.
+    from kvjax.evaluation import overflow_share
+
+    return overflow_share(context.caches)
 
 
 def _print_document(out: object, row: dict[str, Any], method: str) -> None:
@@ -282,6 +294,8 @@ def _print_document(out: object, row: dict[str, Any], method: str) -> None:
         f"{out}: {row['prompt_tokens']:,} tokens with {method} in {decimal(row['cache_bytes'])} at "
         f"rest, {share(row)} of the full cache in {jnp.dtype(default_dtype())}"
     )
+    if row["overflow"]:
+        print_line(no_entry(row["overflow"]), "dim")
 
 
 def _print_library(

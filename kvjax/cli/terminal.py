@@ -168,6 +168,14 @@ def share(record: Mapping[str, Any]) -> str:
     return f"{record['cache_bytes'] / record['full_cache_bytes']:.1%}"
 
 
+def no_entry(overflow: float) -> str:
+    """Says which share of the vectors found neither an entry nor room in a codebook."""
+    return (
+        f"{overflow:.0%} of the vectors found no entry near enough in a full codebook, and are "
+        "read in the direction of the nearest one; a larger capacity has room for more"
+    )
+
+
 def host_bytes(record: Mapping[str, Any]) -> int:
     """Returns the bytes of the cache that are not in the device's memory."""
     return record["cache_bytes"] - record["memory_bytes"]["device"]

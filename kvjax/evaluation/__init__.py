@@ -6,7 +6,7 @@ from .cells.estimates import Estimate
 from .cells.files import read_results
 from .cells.grid import Cell, Grid, Unit
 from .cells.results import Results, Row
-from .codebook_reserve import reserve_ratio
+from .codebook_reserve import overflow_share, reserve_ratio
 from .comparison.compare import compare
 from .diagnosis.diagnosis import Diagnosis, Finding, diagnose
 from .fidelity.fidelity import Fidelity, attention_error, measure_fidelities, recall_rate
@@ -47,6 +47,7 @@ __all__ = [
     "measure_fidelities",
     "measure_speed",
     "memory_bytes",
+    "overflow_share",
     "read_results",
     "recall_rate",
     "reserve_ratio",

@@ -1,4 +1,4 @@
-"""Bytes of SpindleKV's caches, and the ratio that its paper reports."""
+"""Bytes of caches with codebooks, the ratio of SpindleKV's paper, and what finds no room."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.attention.layer import LayerCache
+from kvjax.attention.layer import Cache, LayerCache, layer_caches
 from kvjax.cache.nbytes import nbytes
 from kvjax.cache.slots import KVCache
 from kvjax.storage.codebook.payload import CodebookPayload
@@ -26,8 +26,7 @@ class Reserve:
       equation_15: the paper's `r1 · r2 · r3`, from the entries in use and the kept vectors. It is
         the mean over rows and layers.
       beside: bytes of everything else that the caches hold (positions, masses, counters).
-      overflow: share of the kept vectors that found no entry near enough, and no room for a new
-        one. A token that several query heads keep (`unfold=True`) counts as one vector.
+      overflow: as `overflow_share`.
     """
 
     stored: float
@@ -65,7 +64,7 @@ def reserve_ratio(layers: Sequence[LayerCache], tokens: Int[Array, " B"]) -> Res
       (0.3125, 0.2188, 0.0391)
     """
     lengths = np.asarray(tokens)
-    stored = used = full = beside = vectors = overflow = 0.0
+    stored = used = full = beside = 0.0
     products = []
     for cache in layers:
         kv = cache.kv
@@ -82,13 +81,44 @@ def reserve_ratio(layers: Sequence[LayerCache], tokens: Int[Array, " B"]) -> Res
             beside -= nbytes(arrays)
             per_slot = nbytes(arrays[1:]) / payload.index.size
             used += float(np.asarray(payload.count).sum() * head_dim * size + kept.sum() * per_slot)
-            overflow += float(np.asarray(payload.overflow).sum())
-        vectors += float(2 * _vectors(cache.kv))
         entries = np.asarray(kv.k.count) + np.asarray(kv.v.count)
         products.append(entries / (2 * lengths * lists) * (head_dim + 2) / head_dim)
     return Reserve(
-        stored / full, used / full, float(np.mean(products)), beside / full, overflow / vectors
+        stored / full, used / full, float(np.mean(products)), beside / full, overflow_share(layers)
     )
+
+
+def overflow_share(layers: Sequence[Cache]) -> float:
+    """Returns the share of kept vectors for which a codebook had neither an entry nor room.
+
+    Such a vector is read in the direction of the nearest entry, however far away it is. A token
+    that several query heads keep (`unfold=True`) counts as one vector.
+
+    Args:
+      layers: caches of layers. Those without a codebook have no part in it; if none has one, the
+        share is 0.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, kvjax, kvjax.evaluation
+      >>> tx = kvjax.Codebook(capacity=4)
+      >>> cache = kvjax.init_cache(tx, batch=1, kv_heads=1, head_dim=8, max_prompt=8, max_new=0,
+      ...                          dtype="float32")
+      >>> rows = jnp.eye(8)[None, None]  # no two alike: four of eight find no room
+      >>> _, cache = kvjax.attend(cache, rows, rows, rows, jnp.arange(8)[None],
+      ...                         phase="prompt", rope=kvjax.Rope(jnp.zeros(4)))
+      >>> kvjax.evaluation.overflow_share([cache])
+      0.5
+    """
+    parts = [part.kv for cache in layers for part in layer_caches(cache)]
+    payloads = [
+        (kv, payload)
+        for kv in parts
+        for payload in (kv.k, kv.v)
+        if isinstance(payload, CodebookPayload)
+    ]
+    vectors = sum(_vectors(kv) for kv, _ in payloads)
+    over = sum(int(np.asarray(payload.overflow).sum()) for _, payload in payloads)
+    return over / vectors if vectors else 0.0
 
 
 def _vectors(kv: KVCache) -> int:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.cli.main import main
 from kvjax.cli.templates import Dialogue
-from kvjax.evaluation import diagnose
+from kvjax.evaluation import diagnose, overflow_share
 from kvjax.models import from_pretrained, load_tokenizer
 from tests.cli.commands import error, output
 
@@ -59,6 +60,28 @@ def test_the_table_recommends(capsys, tinystories, file):
     found = " ".join(output(capsys, *args, "--error", "1e-9").split())
     assert "No cache smaller than the full one has an error of no more than 1e-09." in found
     assert "The least error is " in found
+
+
+@pytest.mark.slow
+def test_vectors_that_find_no_room_in_a_codebook_are_counted(capsys, tinystories, file, tmp_path):
+    """`diagnose` and `read` say how many, where a codebook is full."""
+    method = "codebook(capacity=8)"
+    args = ["--model", tinystories, "--json"]
+    found = json.loads(
+        output(capsys, "diagnose", "--prompt-file", file, "--methods", method, "--new", "2", *args)
+    )
+    full, codebook = found["findings"]
+    assert full["overflow"] == 0 and 0 < codebook["overflow"] < 1
+    out = tmp_path / "out"
+    row = json.loads(output(capsys, "read", file, "--out", out, "--method", method, *args))
+    tokenizer, model = load_tokenizer(tinystories), from_pretrained(tinystories)
+    context = kvjax.read(model, [tokenizer(TEXT).input_ids], transform=method)
+    assert row["overflow"] == overflow_share(context.caches) > 0.5
+    said = "of the vectors found no entry near enough in a full codebook"
+    assert (
+        main(["read", str(file), "--out", str(out), "--method", method, *map(str, args[:2])]) == 0
+    )
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_texts_that_do_not_fit(capsys, no_weights, tinystories, tmp_path):

@@ -15,6 +15,7 @@ from kvjax.checks import check_choice, check_number
 from kvjax.compose.bind import bind
 from kvjax.devices import automatic
 from kvjax.evaluation.cells.grid import Candidate, Grid
+from kvjax.evaluation.codebook_reserve import overflow_share
 from kvjax.evaluation.fidelity.fidelity import Fidelity, check_run, judge
 from kvjax.evaluation.fidelity.full_run import FullRun
 from kvjax.generation.calibration import CALIBRATION_TOKENS, calibrated
@@ -42,6 +43,7 @@ class Finding:
       fidelity: recall and error by layer, row and KV head.
       cache_bytes: bytes of the compressed prompts in the memory of the devices.
       full_cache_bytes: bytes of the full cache for as many tokens.
+      overflow: share of the kept vectors that found neither an entry nor room in a codebook.
 
     Example:
       >>> import numpy as np
@@ -58,6 +60,7 @@ class Finding:
     fidelity: Fidelity
     cache_bytes: int
     full_cache_bytes: int
+    overflow: float = 0.0
 
     name = property(lambda self: self.candidate.name)
     share = property(lambda self: self.cache_bytes / self.full_cache_bytes)
@@ -73,6 +76,7 @@ class Finding:
             "recall": _number(self.recall),
             "cache_bytes": self.cache_bytes,
             "full_cache_bytes": self.full_cache_bytes,
+            "overflow": round(self.overflow, 6),
             "error_by_layer": [_number(x) for x in error.mean(1)],
             "error_by_head": [[_number(x) for x in heads] for heads in head_error.mean(1)],
             "recall_by_head": [[_number(x) for x in heads] for heads in recall.mean(1)],
@@ -240,7 +244,7 @@ def diagnose(
         context = run.context(transform)
         finding = Finding(
             candidate, judge(run, context), memory_bytes(context.held)["device"],
-            context.full_nbytes,
+            context.full_nbytes, overflow_share(context.caches),
         )  # fmt: skip
         findings.append(finding)
     report(total, total, "done")
