@@ -18,7 +18,7 @@ lint:
 # Type checkers do not know that models/ is installed as kvjax.models: they get a copy where it is.
 types:
 	rm -rf build/types && mkdir -p build/types
-	cp -R pyproject.toml kvjax pallas_kernels benchmarks examples build/types
+	cp -R pyproject.toml kvjax pallas_kernels benchmarks examples tests build/types
 	cp -R models build/types/kvjax
 	$(PYTHON) -m basedpyright --pythonpath $$(command -v $(PYTHON)) --project build/types
 docs: ; $(PYTHON) -m mkdocs build --strict

@@ -234,7 +234,7 @@ def model_times(variable: str, method: str, tokens: int, tiny: bool) -> dict[str
     of_plan = planned(model, transform, tokens, 64)
     check_memory(model.config, of_plan, 1, tokens)
     runs = timed(model, [prompt], transform, STEPS + 1, document=tokenizer)
-    firsts, each = [run.ttft_s for run in runs], [1e3 * run.tpot_s for run in runs]
+    firsts, each = [run.ttft_s for run in runs], [1e3 * run.tpot_s for run in runs]  # pyright: ignore[reportOperatorIssue]  # there are steps
     return {
         "first_s": min(firsts), "firsts_s": firsts, "step_ms": min(each), "steps_ms": each,
         "profile_s": made[0] if made else None, **bytes_of(runs[0], of_plan, 1),

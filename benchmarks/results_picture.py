@@ -44,10 +44,10 @@ def draw(axes: Axes, results: Results, question: str) -> None:
     axes.axhline(100 * full.mean, color="black", linewidth=1)
     ends = {"full cache": 100 * full.mean}
     found = {method: rows(results, question, method) for method in LINES}
-    budgets = sorted({100 * row.budget for own in found.values() for row in own})
+    budgets = sorted({100 * row.budget for own in found.values() for row in own})  # pyright: ignore[reportOperatorIssue]  # these have budgets
     for method, (colour, marker) in LINES.items():
         own = found[method]
-        at = [100 * row.budget for row in own]
+        at = [100 * row.budget for row in own]  # pyright: ignore[reportOperatorIssue]  # these have budgets
         means = [100 * row.score.mean for row in own]
         axes.fill_between(
             at, [100 * row.score.low for row in own], [100 * row.score.high for row in own],

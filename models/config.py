@@ -45,8 +45,9 @@ _MOST_NUMBER = float(np.finfo(np.float32).max)
 
 def is_finite(value: object) -> bool:
     """Returns whether a value is a number that is finite in float32."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and -_MOST_NUMBER <= value <= _MOST_NUMBER
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return -_MOST_NUMBER <= value <= _MOST_NUMBER
 
 
 def check_positive(name: str, value: Any) -> Any:

@@ -303,7 +303,7 @@ class _Filling:
                 place: list[int | slice] = [
                     number - axis.start for number, axis in zip(index, held, strict=False)
                 ]
-                place[along] = slice(place[along], place[along] + count)
+                place[along] = slice(place[along], place[along] + count)  # pyright: ignore[reportOperatorIssue]  # a number so far
                 array[tuple(place)] = values
         count = math.prod(map(len, leading))
         self._rows_left -= count

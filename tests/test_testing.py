@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.kit import Dense, Keep, Mark, Retain, Stage, decoding_extent, newest
+from kvjax.kit import Dense, Keep, Retain, Stage, decoding_extent, newest
 from kvjax.testing import ConformanceError, check
 from tests.support.cases import BUDGET, OUTLIERS, chelsea, compositions, registered
 from tests.support.marks import some_slow
@@ -54,13 +55,13 @@ class KeepsEveryThird(Newest):
 class MeanOfHeads(kvjax.SnapKV):
     """Its card does not say that it couples heads."""
 
-    def on_prompt(self, cache, state, step) -> tuple[Keep, tuple]:
+    def on_prompt(self, cache, state, step) -> tuple[Keep, Any]:
         keep, state = super().on_prompt(cache, state, step)
         return replace(keep, reduce="layer"), state
 
 
 class Loops(Newest):
-    def on_step(self, cache, state, step) -> tuple[Mark, tuple]:
+    def on_step(self, cache, state, step) -> tuple[None, tuple]:
         jax.lax.while_loop(lambda x: x < cache.length[0], lambda x: x + 1, 0)
         return None, state
 

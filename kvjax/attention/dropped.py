@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.core
 
-from kvjax.attention.layer import Cache, LayerCache, Part, check_caches
+from kvjax.attention.layer import LayerCache, Part, check_caches
 
 
-def check_dropped(caches: Cache | tuple[Cache, ...]) -> None:
+def check_dropped(caches: object) -> None:
     """Raises if tokens were lost because they found no free slot.
 
     Code inside `jit` cannot raise, so `attend` counts such tokens in `KVCache.dropped`, and what

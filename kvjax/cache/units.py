@@ -26,7 +26,7 @@ class Units(NamedTuple):
     """
 
     position: Int[Array, "B H S"]
-    count: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]  # a field, no method of tuples
     size: int
 
     @classmethod

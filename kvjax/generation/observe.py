@@ -35,7 +35,10 @@ class Observe(KVTransform):
 
     wanted: Needs
 
-    needs = property(lambda self: self.wanted)
+    @property
+    def needs(self) -> Needs:
+        """The needs of those methods."""
+        return self.wanted
 
     @classmethod
     def of(cls, layer: KVTransform) -> Observe:

@@ -87,7 +87,7 @@ def scan_steps(
     periods = 0 if interval is None else steps // interval
     state, results = (carry, caches), []
     if periods:
-        count = periods * interval
+        count = periods * interval  # pyright: ignore[reportOperatorIssue]  # without an interval there are no periods
         split = jax.tree.map(lambda x: x[:count].reshape(periods, interval, *x.shape[1:]), xs)
         state, ys = jax.lax.scan(scan_period, state, split)
         results.append(jax.tree.map(lambda y: y.reshape(count, *y.shape[2:]), ys))

@@ -56,7 +56,11 @@ class H2O(HeldBudget):
 
     card = Card(acts="prompt, every step", paper="H2O, arXiv 2306.14048", when="endless")
     minimum: ClassVar[int] = 2  # smallest workable budget
-    needs = property(lambda self: Needs(accumulated_attention=True))
+
+    @property
+    def needs(self) -> Needs:
+        """Accumulated attention."""
+        return Needs(accumulated_attention=True)
 
     def __post_init__(self):
         check_budget(self.budget, self.minimum, "one heavy hitter, one recent token")

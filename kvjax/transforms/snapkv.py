@@ -75,8 +75,12 @@ class SnapKV(PromptBudget):
         acts="prompt", paper="SnapKV, arXiv 2404.14469", when="now",
         small={"window": 4, "kernel": 3},
     )  # fmt: skip
-    needs = property(lambda self: Needs(query_window=self.window))
     minimum = property(lambda self: self.window + 1)  # the smallest workable budget
+
+    @property
+    def needs(self) -> Needs:
+        """The last queries of a prompt."""
+        return Needs(query_window=self.window)
 
     def __post_init__(self):
         check_count("window", self.window, 1, MOST_WINDOW)

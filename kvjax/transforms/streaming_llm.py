@@ -49,8 +49,12 @@ class StreamingLLM(HeldBudget):
     reposition: bool = False
 
     card = Card(acts="prompt, every step", paper="StreamingLLM, arXiv 2309.17453", when="endless")
-    needs = property(lambda self: Needs(unrotated_keys=self.reposition, reposition=self.reposition))
     minimum = property(lambda self: self.sinks + 1)  # the smallest workable budget
+
+    @property
+    def needs(self) -> Needs:
+        """Keys without rotation where they are repositioned."""
+        return Needs(unrotated_keys=self.reposition, reposition=self.reposition)
 
     def __post_init__(self):
         check_count("sinks", self.sinks, 0)

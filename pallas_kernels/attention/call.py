@@ -166,9 +166,9 @@ def join_elsewhere(
         return None if x is None else (share * x.astype(jnp.float32)).astype(x.dtype)
 
     joined = shrunk(out)
-    if elsewhere.out is not None and out is not None:
+    if elsewhere.out is not None and joined is not None:
         rest = jnp.where(elsewhere.lse > -jnp.inf, jax.nn.sigmoid(elsewhere.lse - lse), 0.0)
-        joined += (rest[..., None] * elsewhere.out.astype(jnp.float32)).astype(out.dtype)
+        joined += (rest[..., None] * elsewhere.out.astype(jnp.float32)).astype(joined.dtype)
     return jnp.logaddexp(lse, elsewhere.lse), joined, *map(shrunk, probabilities)
 
 

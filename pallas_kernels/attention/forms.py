@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ class Part(NamedTuple):
     """Channels that a kernel holds as one array: `count` of them, `first`, `first + stride`, ..."""
 
     first: int
-    count: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]  # a field, no method of tuples
     stride: int = 1
 
     @property
@@ -185,7 +185,7 @@ class EightBitReader(Reader):
         """Every byte is a number."""
         return True
 
-    def of_keys(self, interpret):
+    def of_keys(self, interpret) -> Reader:
         """Returns the reader of keys that are not rotated."""
         return self if self.channels > MOST_WHOLE else WholeKeys(**vars(self))
 
@@ -238,7 +238,10 @@ class WholeKeys(EightBitReader):
     within 127, too. All three hold 23 bits.
     """
 
-    limbs: ClassVar[int] = 3
+    @property
+    def limbs(self):
+        """Three limbs."""
+        return 3
 
     def cut(self, q):
         """Cuts queries into whole numbers."""
@@ -324,7 +327,7 @@ class FourBitReader(Reader):
             return self
         return FourBitWords(**vars(self), interpret=interpret)
 
-    def load(self, at, part, row, wanted: Array):
+    def load(self, at, part, row, wanted: Array):  # pyright: ignore[reportIncompatibleMethodOverride]  # free rows are not read
         """Loads and decodes channels of a part."""
         half = self.channels // 2
         if part.first // half == part.last // half:

@@ -60,7 +60,7 @@ class Seen(NamedTuple):
     position: Int[Array, "B H S"]
     end: Int[Array, "B K *I"] | NoneElsewhere = None
     first: Int[Array, "B K *I"] | None = None
-    index: Int[Array, "B K N"] | None = None
+    index: Int[Array, "B K N"] | None = None  # pyright: ignore[reportIncompatibleMethodOverride]  # a field, no method of tuples
     turn: Turn | None = None
 
     @property

@@ -38,7 +38,7 @@ class References(NamedTuple):
     """
 
     entries: Float[Array, "B 1 E D"]
-    index: UInt[Array, "B H S"]
+    index: UInt[Array, "B H S"]  # pyright: ignore[reportIncompatibleMethodOverride]  # a field, no method of tuples
     magnitude: Float[Array, "B H S"] | None = None
 
 

@@ -30,9 +30,9 @@ class Cover(NamedTuple):
       beyond: mask of those members.
     """
 
-    index: Int[Array, "B N"]
+    index: Int[Array, "B N"]  # pyright: ignore[reportIncompatibleMethodOverride]  # a field, no method of tuples
     centers: Int[Array, "B E"]
-    count: Int[Array, " B"]
+    count: Int[Array, " B"]  # pyright: ignore[reportIncompatibleMethodOverride]  # a field, no method of tuples
     overflow: Int[Array, " B"]
     beyond: Bool[Array, "B N"]
 

@@ -85,7 +85,7 @@ class Segments(NamedTuple):
 
     order: Int[Array, "B H N"]
     first: Int[Array, "B H P"]
-    count: Int[Array, "B H P"]
+    count: Int[Array, "B H P"]  # pyright: ignore[reportIncompatibleMethodOverride]  # a field, no method of tuples
 
     @classmethod
     def of(cls, into: Int[Array, "B H N"], places: int) -> Segments:

@@ -65,7 +65,7 @@ def both(folder: Path, method: str) -> dict:
             kvjax.save_context(folder / f"{where} by {name}", loaded, model=own)
             result[f"{name}: tokens of {where}"] = answer(own, loaded, QUESTIONS).tokens
         result[f"{name}: tokens of {name}"] = answer(own, again, QUESTIONS).tokens
-    result["a failure"] = failure(folder, own, again)
+    result["a failure"] = failure(folder, own, again)  # pyright: ignore[reportPossiblyUnboundVariable]  # the loop runs
     return result
 
 

@@ -140,7 +140,7 @@ def by_hand(
             text[rows[writes], at[writes]] = np.asarray(new)[writes]
             margins[rows[writes], at[writes]] = np.asarray(margin)[writes]
     kvjax.check_dropped(caches)
-    return tuple(
+    return tuple(  # pyright: ignore[reportReturnType]  # of two
         [x[row, length : length + count].tolist() for row, length in enumerate(lengths)]
         for x in (text, margins)
     )

@@ -19,7 +19,7 @@ from kvjax.generation import decode_loop, prompt_checks, prompt_pass
 from kvjax.generation.model import as_functional
 from kvjax.generation.prompt_checks import check_prompts
 from kvjax.generation.sampling import unsupported_settings
-from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+from kvjax.models import Decoder, DecoderConfig, RopeConfig, random_decoder
 from tests.support.cases import OF_A_TEXT
 from tests.support.decoders import louder
 
@@ -364,7 +364,7 @@ def test_every_setting_of_transformers_is_sorted():
 # Logits that are no numbers
 
 
-def with_break(where: int) -> nnx.Module:
+def with_break(where: int) -> Decoder:
     """The model with an embedding of one token that is no number."""
     broken = nnx.clone(model())
     broken.embed.embedding[...] = broken.embed.embedding[...].at[where].set(jnp.nan)

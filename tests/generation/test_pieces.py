@@ -60,7 +60,7 @@ def test_reading_goes_on_where_it_stopped(name):
             same_arrays(
                 (part.kv.position, part.kv.log_mass), (other.kv.position, other.kv.log_mass)
             )
-    questions = [generate(QUESTIONS, each) for each in (again, whole)]
+    questions = [generate(QUESTIONS, each) for each in (again, whole)]  # pyright: ignore[reportPossiblyUnboundVariable]  # the loop runs
     assert questions[0].tokens == questions[1].tokens
     same_arrays(questions[0].context.logits, questions[1].context.logits)
 

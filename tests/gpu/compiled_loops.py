@@ -149,7 +149,7 @@ def counted(device: Device, kind: str, program: Program, tools: Path) -> Iterato
         yield row
 
 
-def kernel_of(name: str, kept: Path, tools: Path) -> tuple[str, str, str]:
+def kernel_of(name: str, kept: Path, tools: Path) -> tuple[str, ...]:
     """The text of a kernel among what `ptxas` has made, what it said of it, and its PTX."""
     for code in kept.glob("*.cubin"):
         text = run([tools / "nvdisasm", "-c", code], capture_output=True, text=True, check=True)

@@ -391,7 +391,7 @@ def layer_call(
 
 def new_cache(transform: kvjax.KVTransform, heads: Heads, max_prompt: int) -> kvjax.LayerCache:
     """A cache of one layer and one row."""
-    return kvjax.init_cache(
+    return kvjax.init_cache(  # pyright: ignore[reportReturnType]  # there are no head groups
         transform, batch=1, kv_heads=heads.kv, query_heads=heads.kv * heads.group,
         head_dim=heads.dim, max_prompt=max_prompt, max_new=MAX_NEW, dtype=heads.dtype,
     )  # fmt: skip

@@ -68,8 +68,8 @@ def test_changed_bytes_are_read_or_refused(sound, tmp_path, seed):
             changed[position] ^= 1 << rng.integers(8)
         if index % 3 == 1:
             claim = 2 ** int(rng.integers(20, 64)) - int(rng.integers(2))
-            changed[position : position + 8] = struct.pack("<Q", claim)
-        path.write_bytes(changed[:position] if index % 3 == 2 else changed)
+            changed[position : position + 8] = struct.pack("<Q", claim)  # pyright: ignore[reportPossiblyUnboundVariable]  # a position at least
+        path.write_bytes(changed[:position] if index % 3 == 2 else changed)  # pyright: ignore[reportPossiblyUnboundVariable]  # a position at least
         for read in (read_header, load_tokenizer, from_pretrained):
             tracemalloc.start()
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,7 @@ class Recalling:
     query heads.  Options are those of `softmax_attention`.
     """
 
-    def __init__(self, per_query_head: bool = False, **options: float | None) -> None:
+    def __init__(self, per_query_head: bool = False, **options: Any) -> None:
         self.per_query_head = per_query_head
         self.options = options
         self.heads: list[Slots] = []
@@ -186,7 +187,7 @@ def cluster_counts(
     while n > 0:
         live = min(chunk, n)
         counts.append(min(rounded(live, size), max(live - sinks, 0)))
-        n, sinks = n - live, max(sinks - live, 0)
+        n, sinks = n - live, max(sinks - live, 0)  # pyright: ignore[reportAssignmentType]  # whole, as n and each chunk are
     return counts
 
 

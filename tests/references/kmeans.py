@@ -13,7 +13,7 @@ def similarity(key: np.ndarray, centroid: np.ndarray, metric: str) -> float:
     if metric == "inner_product":
         return dot
     lengths = np.linalg.norm(key) * np.linalg.norm(centroid)
-    return dot / lengths if lengths else 0.0
+    return float(dot / lengths) if lengths else 0.0
 
 
 def assign(keys: np.ndarray, centroids: np.ndarray, metric: str) -> tuple[list[int], float]:

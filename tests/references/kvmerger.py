@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 
@@ -56,7 +57,9 @@ def merging_sets(size: int, joins: set[int]) -> list[list[int]]:
 
 
 def gaussian_weights(
-    keys: np.ndarray, pivot: int, sigma: str | float = "mean_distance"
+    keys: np.ndarray,
+    pivot: int,
+    sigma: float | Literal["mean_distance", "literal"] = "mean_distance",
 ) -> np.ndarray:
     """g_i = exp(-|k_p - k_i|^2 / (2 sigma^2)) of one merging set (equation 6), not normalised.
 
@@ -104,7 +107,7 @@ class KVMerger:
         heavy: int | float | None = None,
         against: str = "neighbour",
         weights: str = "gaussian",
-        sigma: str | float = "mean_distance",
+        sigma: float | Literal["mean_distance", "literal"] = "mean_distance",
         value_scale: str = "log_mass",
         priority: Callable[[int], float] | None = None,
         **options: float | None,

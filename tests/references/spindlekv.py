@@ -16,7 +16,7 @@ Rope = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """[..., T, D] and positions [T] -> [..., T, D]."""
 
 
-def _exact(number: float) -> Fraction:
+def _exact(number: float | Fraction) -> Fraction:
     """0.1 is a tenth: whole products are whole."""
     return Fraction(number).limit_denominator(10**6)
 
@@ -26,7 +26,9 @@ def context_ratio(reserve: float, length: int, window: int) -> Fraction:
     return (_exact(reserve) * length - window) / (length - window)
 
 
-def layer_ratio(mean: Fraction, layer: int, num_layers: int, beta: float = 0.05) -> Fraction:
+def layer_ratio(
+    mean: Fraction, layer: int, num_layers: int, beta: float | Fraction = 0.05
+) -> Fraction:
     """r_c(layer) of a mean r_c (equations 5 and 6).
 
         alpha = (1 + beta) / 2

@@ -6,8 +6,10 @@ import jax
 import numpy as np
 from flax import nnx
 
+from kvjax.models import Decoder
 
-def louder(decoder: nnx.Module) -> nnx.Module:
+
+def louder(decoder: Decoder) -> Decoder:
     """The decoder with weights that are large enough for its text to vary."""
     graph, state = nnx.split(decoder)
     return nnx.merge(graph, jax.tree.map(lambda x: x * 2.0 if x.ndim > 1 else x, state))

@@ -15,7 +15,7 @@ from tests.support.attending import OPTIONS, attend, init_cache, of_heads
 from tests.support.tolerances import close
 
 ROWS, DIM, MAX_PROMPT, WIDTH = 3, 8, 128, 56
-INV_FREQ = np.float32([1.0, 0.3, 0.02, 0.001])
+INV_FREQ = np.array([1.0, 0.3, 0.02, 0.001], np.float32)
 ROPE = kvjax.Rope(INV_FREQ)
 
 
@@ -30,14 +30,14 @@ class Documents:
     reference: ClassVar[type[DocumentBudget]]
 
     def __init__(
-        self, budget=20, *, heads=(2, 2), attention=None, seed=0, rope=ROPE,
-        of_reference=None, **arguments,
+        self, budget: float | tuple[float, ...] = 20, *, heads=(2, 2), attention=None, seed=0,
+        rope=ROPE, of_reference=None, **arguments,
     ):  # fmt: skip
         by_head = isinstance(budget, tuple)
         if by_head:
             least = arguments.get("sinks", 4) + arguments.get("window", 0) + 1
             shared = HeadShares((budget,), (0,), least)
-        self.tx: Any = self.method(shared if by_head else budget, **arguments)
+        self.tx: Any = self.method(shared if by_head else budget, **arguments)  # pyright: ignore[reportPossiblyUnboundVariable]  # a tuple has shares
         self.rope = rope
         self.rng, self.options = np.random.default_rng(seed), attention or {}
         self.kv_heads, self.group = heads
@@ -50,7 +50,7 @@ class Documents:
         self.heads = [(row, head) for row in range(ROWS) for head in range(heads[0])]
         self.references = {
             (row, head): self.reference(
-                budget[head] if by_head else budget,
+                budget[head] if by_head else budget,  # pyright: ignore[reportIndexIssue]  # a tuple
                 **(of_reference or {}),
                 **arguments,
                 max_prompt=MAX_PROMPT,

@@ -10,6 +10,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
+from typing import Any
 from unittest import mock
 
 import jax
@@ -92,7 +93,7 @@ class Pair:
         dtype: jnp.dtype = jnp.float32,
         roundings: float = 2.0,
         contents: bool = False,
-        **options: float | None,
+        **options: Any,
     ) -> None:
         self.contents = contents
         self.dtype, self.roundings, self.width = jnp.dtype(dtype), roundings, width
@@ -110,12 +111,12 @@ class Pair:
             self.of_rows = [reference(**options) for _ in range(rows)]
             self.references = {(row, head): self.of_rows[row] for row, head in every_head}
         else:
-            heads = [
+            by_row = [
                 [reference(**of_heads(options, self.query_heads(head))) for head in range(heads[0])]
                 for _ in range(rows)
             ]
-            self.references = {(row, head): heads[row][head] for row, head in every_head}
-            self.of_rows = list(map(Heads, heads))
+            self.references = {(row, head): by_row[row][head] for row, head in every_head}
+            self.of_rows = list(map(Heads, by_row))
         self.cache = init_cache(
             transform, batch=rows, kv_heads=self.kv_heads, query_heads=self.kv_heads * self.group,
             head_dim=head_dim, max_prompt=max_prompt, max_new=max_new, dtype=dtype, layer=layer,

@@ -104,7 +104,7 @@ def test_merge_tokens(name, merge_tokens):
 @pytest.mark.parametrize("count", [1, 2, 5, 7, 8, 100])
 def test_sums_of_the_next_entries(count):
     """Exact whatever stood before: a difference of prefix sums would lose the small numbers."""
-    x = np.float32([1e8, 1e-3, 2e-3, 0.0, 4e-3, 5e-3, 6e-3, 7e-3])
+    x = np.array([1e8, 1e-3, 2e-3, 0.0, 4e-3, 5e-3, 6e-3, 7e-3], np.float32)
     sums = _sum_of_next(jnp.asarray(x)[None, None], jnp.full((1, 1, 1), count))
     expected = [x[n : n + count].astype(float).sum() for n in range(8)]
     np.testing.assert_allclose(np.asarray(sums)[0, 0], expected, rtol=1e-6)

@@ -99,8 +99,8 @@ def keyed(params, tokens, positions, caches, *, layers, phase, last, logits_at):
 def model_of(keys: np.ndarray) -> kvjax.models.FunctionalModel:
     """Of keys [layers, V, H, D]."""
     layers, vocab, heads, dim = keys.shape
-    keys = jnp.asarray(keys, jnp.float32)
-    return kvjax.models.FunctionalModel(keyed, keys, layers, heads, heads, dim, vocab)
+    params = jnp.asarray(keys, jnp.float32)
+    return kvjax.models.FunctionalModel(keyed, params, layers, heads, heads, dim, vocab)
 
 
 KEYS, SAMPLE = np.ones((2, 64, 3, 4)), (tuple(range(60)), tuple(range(10, 50)))

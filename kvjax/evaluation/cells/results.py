@@ -87,7 +87,7 @@ class Row(NamedTuple):
     @property
     def share(self) -> float | None:
         """Bytes of the cache as a share of the full cache's."""
-        return None if self.cache_bytes is None else self.cache_bytes / self.full_cache_bytes
+        return None if self.cache_bytes is None else self.cache_bytes / self.full_cache_bytes  # pyright: ignore[reportOperatorIssue]  # measured with it
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from kvjax.cache.rope import Rope
 from kvjax.cache.slots import KVCache
 from kvjax.compose.wrappers import in_head_order, map_head_groups
 from kvjax.decisions import Decision
-from kvjax.protocol import AttentionOptions, KVTransform, State, Step, View, Wrapper
+from kvjax.protocol import AttentionOptions, KVTransform, Needs, State, Step, View, Wrapper
 from pallas_kernels import Queries, Seen, decode_attention
 from pallas_kernels.attention.call import Elsewhere, join_elsewhere
 
@@ -60,7 +60,10 @@ class Recording(NamedTuple):
 class Recorded(Wrapper):
     """A layer's transform that keeps a `Record` of a decode step beside its state."""
 
-    needs = property(lambda self: self.base.needs._replace(predicted_query=True))
+    @property
+    def needs(self) -> Needs:
+        """Needs of the base, and the predicted query."""
+        return self.base.needs._replace(predicted_query=True)
 
     def select(self, view: View, state: Recording, query: Array) -> tuple[View, Recording]:
         """Selects as the base does, and keeps what `on_step` does not receive."""

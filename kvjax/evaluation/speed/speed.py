@@ -344,7 +344,7 @@ def _speed(
 def _seconds(rounds: Sequence[_Run], new_tokens: int) -> tuple[tuple[float, ...], ...]:
     """Returns the seconds of every round: to the first token, per further token, and in all."""
     first = tuple(run.ttft_s for run, _ in rounds)
-    further = tuple(run.tpot_s for run, _ in rounds)
+    further: tuple[float, ...] = tuple(run.tpot_s for run, _ in rounds)  # pyright: ignore[reportAssignmentType]  # a run writes two tokens or more
     steps = new_tokens - 1
     whole = tuple(a + steps * b for a, b in zip(first, further, strict=True))
-    return first, further, whole  # pyright: ignore[reportReturnType]  # a run writes two tokens or more
+    return first, further, whole

@@ -84,7 +84,7 @@ class CodebookPayload(EncodedPayload):
     """
 
     operation: ClassVar[str] = "codebook_attention"
-    recent: ClassVar[None] = None  # new vectors are among the entries
+    recent: ClassVar[None] = None  # pyright: ignore[reportIncompatibleMethodOverride]  # new vectors are among the entries
 
     entries: Float[Array, "B 1 E+N D"]
     index: UInt[Array, "B H S"]

@@ -78,7 +78,11 @@ class Codebook(KVTransform):
 
     stage: ClassVar[Stage] = Stage.REPRESENT
     card = Card(acts="prompt, every 32 tokens", paper="SpindleKV, arXiv 2507.06517", when="now")
-    needs = property(lambda self: Needs(unrotated_keys=True))
+
+    @property
+    def needs(self) -> Needs:
+        """Keys without rotation."""
+        return Needs(unrotated_keys=True)
 
     def __post_init__(self):
         check_number("theta_key", self.theta_key, 0.0, 1.0)

@@ -134,7 +134,7 @@ class Quantized(EncodedPayload):
     operation: ClassVar[str] = "quantized_attention"
 
     encoded: Encoded
-    recent: Recent | None
+    recent: Recent | None  # pyright: ignore[reportIncompatibleMethodOverride]  # a field
     channels: Channels | None
     form: Form = field(metadata={"static": True})
     slots: int = field(metadata={"static": True})
@@ -249,7 +249,7 @@ class Quantized(EncodedPayload):
         unused = 0
         if self.form.in_groups:
             bits = 8 * self.encoded.values.shape[3]
-            unused = live * (bits - self.form.bits * self.shape[3]) // 8
+            unused = live * (bits - self.form.bits * self.shape[3]) // 8  # pyright: ignore[reportOperatorIssue]  # a number, as they are `in_groups`
         return free_bytes(self.encoded, live, slots) + unused + waiting
 
     def resized(self, slots: int, beside: int) -> Quantized:

@@ -139,8 +139,12 @@ class Chelsea(Learner):
         small={"chunk": 8, "sinks": 2, "recent": 4, "interval": 3},
         unscored=("interval", "ratio_0", "decay", "steps", "floor", "keep_layers"),
     )  # fmt: skip
-    needs = property(lambda self: Needs(writes_values=True))
     minimum = property(lambda self: self.sinks + self.recent + 1)  # the smallest workable budget
+
+    @property
+    def needs(self) -> Needs:
+        """Remainders of the values that it writes."""
+        return Needs(writes_values=True)
 
     def __post_init__(self):
         check_count("sinks", self.sinks, 0)
@@ -185,7 +189,7 @@ class Chelsea(Learner):
         count = jnp.broadcast_to(cache.length[:, None], keys.shape[:2]) - self.sinks - self.recent
         similarity, _ = soft_matching(keys, count, chunk=self._chunk(keys.shape[2]))
         edges = similarity > -jnp.inf
-        unmatched = edges & (similarity <= self.outlier_threshold)
+        unmatched = edges & (similarity <= self.outlier_threshold)  # pyright: ignore[reportOperatorIssue]  # only a threshold learns
         return (unmatched.sum(-1) / edges.sum(-1))[0]
 
     def learn(self, model: Any, observed: Sequence[Sequence[Any]]) -> OutlierHeads:

@@ -60,8 +60,12 @@ class OutlierHeads(Calibration):
             raise ValueError(f"heads must leave some of {model} over, got all {self.total}")
         super().__post_init__()
 
-    shape = property(lambda self: (self.num_layers, self.kv_heads))
     total = property(lambda self: self.num_layers * self.kv_heads)  # heads of the model
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Layers and KV heads of the model."""
+        return self.num_layers, self.kv_heads
 
     def with_layers(self, layers: tuple[int, ...]) -> OutlierHeads:
         """Adds all heads of these layers, and drops as many of the last other heads.

@@ -142,8 +142,11 @@ class ClusterKV(Recall):
         small={"tokens_per_cluster": 4, "sinks": 2, "interval": 3, "new_clusters": 2},
     )  # fmt: skip
     minimum = property(lambda self: self.sinks + 1)  # the smallest workable budget
-    # A fixed number of clusters makes every prompt's end cluster all tokens anew.
-    needs = property(lambda self: Needs(reordered_slots=self.clusters is not None))
+
+    @property
+    def needs(self) -> Needs:
+        """Reordered slots with a fixed number of clusters, which each prompt's end makes anew."""
+        return Needs(reordered_slots=self.clusters is not None)
 
     def __post_init__(self):
         super().__post_init__()

@@ -110,7 +110,11 @@ class InfiniGen(Recall, Learner):
         acts="prompt, every step", paper="InfiniGen, arXiv 2406.19707", when="later",
         small={"alpha": None}, unscored=("alpha", "per_query_head", "dense_layers"),
     )  # fmt: skip
-    needs = property(lambda self: Needs(predicted_query=True))
+
+    @property
+    def needs(self) -> Needs:
+        """The predicted query."""
+        return Needs(predicted_query=True)
 
     def __post_init__(self):
         super().__post_init__()

@@ -68,7 +68,10 @@ class WithQueries(KVTransform):
 
     tokens: int
 
-    needs = property(lambda self: Needs(query_window=self.tokens))
+    @property
+    def needs(self) -> Needs:
+        """The queries of so many tokens."""
+        return Needs(query_window=self.tokens)
 
 
 def find_projections(

@@ -61,7 +61,7 @@ class KVCrushState(NamedTuple):
     """
 
     key: Array | None
-    count: Table
+    count: Table  # pyright: ignore[reportIncompatibleMethodOverride]  # a field, no method of tuples
     base: State
 
 
@@ -145,7 +145,6 @@ class KVCrush(Wrapper):
     card = Card(acts="prompt", paper="KVCrush, arXiv 2503.00022", when="now", couples_heads=True)
     draws = property(lambda self: not self.kmeans and "random" in (self.anchor, self.pick))
     unit = property(lambda self: unit_size(self.granularity))  # tokens per unit
-    inner = property(lambda self: self.split[0])  # the base with its part of the budget
 
     def __post_init__(self):
         check_evicts(self.base, "KVCrush")
@@ -173,6 +172,11 @@ class KVCrush(Wrapper):
         if self.representatives is not None:
             return self.base, self.representatives
         return split_budget(self.base, 0.25 if self.share is None else float(self.share))
+
+    @property
+    def inner(self) -> KVTransform:
+        """The base with its part of the budget."""
+        return self.split[0]
 
     @property
     def needs(self) -> Needs:

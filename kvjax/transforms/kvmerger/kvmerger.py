@@ -110,7 +110,11 @@ class KVMerger(Unmerged):
     seed: int = 0
 
     card = Card(acts="prompt", paper="KVMerger, arXiv 2407.08454", when="gist")
-    needs = property(lambda self: Needs(accumulated_attention=True, writes_values=True))
+
+    @property
+    def needs(self) -> Needs:
+        """Accumulated attention, and remainders of the values that it writes."""
+        return Needs(accumulated_attention=True, writes_values=True)
 
     def __post_init__(self):
         super().__post_init__()
@@ -134,7 +138,7 @@ class KVMerger(Unmerged):
         """Bounds the prompt to the budget; without a budget there is no bound."""
         return extent if self.budget is None else super().extent(extent)
 
-    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Array | None]:
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Array | None]:  # pyright: ignore[reportIncompatibleMethodOverride]  # its own state
         """Makes the random key of random pivots.
 
         Raises:

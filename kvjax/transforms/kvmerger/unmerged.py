@@ -51,7 +51,7 @@ class Unmerged(PromptBudget):
 
     minimum = property(lambda self: self._protected(int) + 1)  # the smallest workable budget
 
-    def _protected(self, number_type: type) -> float:
+    def _protected(self, number_type: type[int] | type[float]) -> float:
         """Returns r + 2h of the fields given as counts (int) or as shares (float)."""
         recent, heavy = (x if isinstance(x, number_type) else 0 for x in (self.recent, self.heavy))
         return recent + 2 * heavy

@@ -158,7 +158,11 @@ class PyramidInferPrompt(PromptBudget):
     emphasis: float
 
     minimum = property(lambda self: self.sinks + 1)  # the smallest workable budget
-    needs = property(lambda self: Needs(query_share=self.newest))
+
+    @property
+    def needs(self) -> Needs:
+        """The newest queries of a prompt."""
+        return Needs(query_share=self.newest)
 
     def observing(self, lengths: Int[np.ndarray, " L"]) -> Int[np.ndarray, " L"]:
         """Returns `1 + ⌊newest · L⌋` for prompts of these lengths."""
@@ -183,7 +187,7 @@ class PyramidInferPrompt(PromptBudget):
         passed = most_slots(self.passed, extent.longest_prompt, 0) + extent.pinned
         return dataclasses.replace(extent, passed=min(passed, extent.prompt))
 
-    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Tables]:
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Tables]:  # pyright: ignore[reportIncompatibleMethodOverride]  # its own state
         """Makes the layer's tables of budgets, and the column that marks what is passed on."""
         if self.passed is not None:
             cache = cache.with_column(PASSED, jnp.zeros(cache.shape, bool), merge="keep")
@@ -250,7 +254,10 @@ class PyramidInferLayer(PyramidInferPrompt):
     interval: int
     kept: tuple[int, ...]
 
-    needs = property(lambda self: Needs(query_share=self.newest, decode_mass=True))
+    @property
+    def needs(self) -> Needs:
+        """The newest queries of a prompt, and the attention of each decode step."""
+        return Needs(query_share=self.newest, decode_mass=True)
 
     def extent(self, extent: Extent) -> Extent:
         """Bounds the prompt, and the generated tokens that are not compressed away.
@@ -270,14 +277,14 @@ class PyramidInferLayer(PyramidInferPrompt):
         slots = max(extent.prompt - extent.pinned + generated, uncompressed)
         return extent.hold(slots).every(self.interval)
 
-    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Generated]:
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Generated]:  # pyright: ignore[reportIncompatibleMethodOverride]  # its own state
         """Makes the columns, the layer's numbers, and the numbers of rows without a prompt."""
         cache, tables = super().init(cache, layer)
         cache = cache.with_column(OBSERVED, jnp.zeros(cache.shape, jnp.float32), merge="keep")
         kept = jnp.int32(self.kept[self.budget.layers.index(layer)])
         return cache, Generated(tables, kept, *self._rows(cache, tables))
 
-    def on_prompt(self, cache: KVCache, state: Generated, step: Step) -> tuple[Keep, Generated]:
+    def on_prompt(self, cache: KVCache, state: Generated, step: Step) -> tuple[Keep, Generated]:  # pyright: ignore[reportIncompatibleMethodOverride]  # its own state
         """Compresses the prompt as `PyramidInferPrompt` does; blocks are counted from its end."""
         keep, tables = super().on_prompt(cache, state.tables, step)
         rows = step.of_rows(self._rows(cache, tables), state[2:])

@@ -100,7 +100,11 @@ class LayerEviction(PromptBudget):
     unfold: bool
 
     minimum = property(lambda self: self.window)  # the smallest workable budget
-    needs = property(lambda self: Needs(query_window=self.window, unfold=self.unfold))
+
+    @property
+    def needs(self) -> Needs:
+        """The last queries of a prompt."""
+        return Needs(query_window=self.window, unfold=self.unfold)
 
     def on_prompt(self, cache: KVCache, state: Table, step: Step) -> tuple[Keep, Table]:
         """Keeps the newest tokens and those with the highest attention divided by age."""

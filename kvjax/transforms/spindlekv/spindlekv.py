@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvjax.compose.chain import chain
-from kvjax.protocol import Card, KVTransform, Stage
+from kvjax.protocol import Card, KVTransform, Needs, Stage
 from kvjax.serialization import named
 from kvjax.storage.codebook.transform import Codebook
 from kvjax.transforms.spindlekv.layer_budget_eviction import LayerBudgetEviction
@@ -61,7 +61,11 @@ class SpindleKV(KVTransform):
         acts="prompt, every 32 tokens", paper="SpindleKV, arXiv 2507.06517", when="now",
         small={"reserve": 0.5, "window": 4, "capacity": 1.0, "interval": 16},
     )  # fmt: skip
-    needs = property(lambda self: self.for_layer(0, 1).needs)
+
+    @property
+    def needs(self) -> Needs:
+        """Needs of its parts."""
+        return self.for_layer(0, 1).needs
 
     def __post_init__(self):
         self._parts()

@@ -108,7 +108,7 @@ def test_no_recovery_where_a_document_is_worth_nothing():
     results = made_up()
     for cell, record in results.records.items():
         if cell.method == "full":
-            record["scores"] = [10.0] * 4
+            record["scores"] = [10.0] * 4  # pyright: ignore[reportIndexIssue]  # a dict here
     assert all(row.recovery is None for row in results.rows())
     assert {row.difference.mean for row in results.rows()} == {0.0, -3.0, -4.0}
     table = tables.tables(results)[0]

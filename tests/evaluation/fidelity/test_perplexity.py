@@ -128,7 +128,7 @@ def test_tokens_that_do_not_follow_a_context(tokens, error, message, monkeypatch
 def test_a_context_with_tokens_that_wait_for_a_flush():
     def written(transform: kvjax.KVTransform) -> kvjax.Context:
         context = kvjax.read(model(), [TOKENS[0, :20]], transform=transform, max_new=12)
-        return kvjax.generate(
+        return kvjax.generate(  # pyright: ignore[reportReturnType]  # it is to go on
             model(), None, context=context, max_new_tokens=3, end_tokens=()
         ).context
 

@@ -30,7 +30,7 @@ PAYLOAD = 2 * DIM * 4  # bytes of a slot's key and value
 OF_SLOT, OF_HEAD, OF_ROW = 4 + 4 + 1, 4 + 4, 4  # position, mass, pin; used, dropped; length
 
 
-def of_rows(slots: int, read: float, index_of_head: int = 0, index_of_row: int = 0) -> int:
+def of_rows(slots: int, read: float, index_of_head: int = 0, index_of_row: int = 0) -> float:
     """Bytes that a step reads of a row's caches, `read` of its `slots` keys and values."""
     head = slots * OF_SLOT + read * PAYLOAD + OF_HEAD + index_of_head
     return LAYERS * (HEADS * head + OF_ROW + index_of_row)
