@@ -245,7 +245,7 @@ def test_scores_of_what_no_probe_notes():
             return step.record.slots["received"]
 
     layers = []
-    message = r"Forgets.on_prompt: the record .* has nothing, and not 'received': name a probe in"
+    message = r"Forgets.on_prompt: the slots of .* have nothing, and not 'received': name a probe"
     with pytest.raises(TypeError, match=message):
         kvjax.read(
             model("plain"), [PROMPTS[2]], transform=Forgets(0.5), on_layer=layers.append
@@ -253,14 +253,18 @@ def test_scores_of_what_no_probe_notes():
     assert not layers
 
 
-def test_a_record_of_which_a_decision_reads_what_is_not_noted():
+@pytest.mark.parametrize(
+    ("where", "name", "has"), [("slots", "query", "received"), ("rows", "received", "nothing")]
+)
+def test_a_record_of_which_a_decision_reads_what_is_not_noted(where, name, has):
     class Decides(kvjax.KVTransform):
         needs = property(lambda self: Needs(probe=kvjax.kit.Received()))
 
         def on_prompt(self, cache, state, step):
-            return kvjax.kit.Keep(cache.length, step.record.slots["query"]), state
+            return kvjax.kit.Keep(cache.length, getattr(step.record, where)[name]), state
 
-    with pytest.raises(TypeError, match=r"Decides.on_prompt: .* has received, and not 'query'"):
+    message = rf"Decides.on_prompt: the {where} of .* have {has}, and not '{name}'"
+    with pytest.raises(TypeError, match=message):
         foreseen(Decides(), "prompt")
 
 
