@@ -120,6 +120,8 @@ def main() -> None:
         "quantize, 4 bits": kvjax.Quantize(4),
     }
     if args.methods is not None:
+        if unknown := set(args.methods) - set(methods):
+            parser.error(f"the methods are {', '.join(methods)}, got {', '.join(unknown)}")
         methods = {name: methods[name] for name in ("full", *args.methods)}
     sides, cache_bytes = {"einsum": einsum_side(args.prompt_tokens + MAX_NEW)}, {}
     for name, transform in methods.items():

@@ -49,7 +49,8 @@ OPTIONS = (
     "spindlekv", "spindlekv(capacity=1.0)", "spindlekv(unfold=True)",
     "spindlekv(capacity=1.0, unfold=True)", "spindlekv(magnitude=False)",
 )  # fmt: skip
-# What the papers ask of a sentence that is hidden, with their settings, and what they compare.
+# For needles that are statements, as in the papers: methods with their papers' settings, and those
+# that the papers compare them with.
 HIDDEN = (
     "full", "streaming_llm", "h2o", "snapkv", "pyramidkv", "pyramidinfer", "cam(streaming_llm)",
     "chelsea", "chelsea(outlier_threshold=0.8)", "kvmerger", "kvmerger(epsilon=0.75)",

@@ -80,3 +80,7 @@ def main() -> None:
             )
             rows.add(tokens=length, budget=budget, method=name, recall=recall, error=error)
     save(args.out, {**rows.about, "rows": rows.rows})
+
+
+if __name__ == "__main__":
+    main()

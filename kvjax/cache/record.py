@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,13 @@ class NotNoted(TypeError):
 class _Noted(dict[str, Array]):
     """Arrays by name, of which one that is missing is told from other keys that are missing."""
 
+    where: ClassVar[str] = "slots"
+
     def __missing__(self, name: str) -> Array:
         noted = ", ".join(self) or "nothing"
         raise NotNoted(
-            f"the record of a document has {noted}, and not {name!r}: name a probe in `needs` that "
-            "notes it"
+            f"the {self.where} of a document's record have {noted}, and not {name!r}: name a probe "
+            "in `needs` that notes it"
         )
 
     def tree_flatten(self) -> tuple[tuple[Array, ...], tuple[str, ...]]:
@@ -35,6 +37,11 @@ class _Noted(dict[str, Array]):
     @classmethod
     def tree_unflatten(cls, names: tuple[str, ...], arrays: tuple[Array, ...]) -> _Noted:
         return cls(zip(names, arrays, strict=True))
+
+
+@jax.tree_util.register_pytree_node_class
+class _NotedRows(_Noted):
+    where = "rows"
 
 
 @pytree_node
@@ -75,7 +82,7 @@ class Record:
 
     def naming_what_is_missing(self) -> Record:
         """Returns a record that raises `NotNoted` where an array is read that it does not have."""
-        return Record(_Noted(self.slots), _Noted(self.rows))
+        return Record(_Noted(self.slots), _NotedRows(self.rows))
 
     def specs(self, rows: Any, heads: Any) -> Record:
         """Returns the partition specs of the arrays, whose rows and heads these axes divide."""

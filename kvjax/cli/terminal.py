@@ -169,10 +169,10 @@ def share(record: Mapping[str, Any]) -> str:
 
 
 def no_entry(overflow: float) -> str:
-    """Says which share of the vectors found neither an entry nor room in a codebook."""
+    """Says which share of the vectors, at most, found neither an entry nor room in a codebook."""
     return (
-        f"{overflow:.0%} of the vectors found no entry near enough in a full codebook, and are "
-        "read in the direction of the nearest one; a larger capacity has room for more"
+        f"up to {overflow:.1%} of the vectors found no entry near enough in a full codebook, and "
+        "are read in the direction of the nearest one; a larger capacity has room for more"
     )
 
 

@@ -92,7 +92,9 @@ def overflow_share(layers: Sequence[Cache]) -> float:
     """Returns the share of kept vectors for which a codebook had neither an entry nor room.
 
     Such a vector is read in the direction of the nearest entry, however far away it is. A token
-    that several query heads keep (`unfold=True`) counts as one vector.
+    that several query heads keep (`unfold=True`) counts as one vector. After further turns or
+    pieces of a prompt, or where decode steps evict, the share is an upper bound: vectors that are
+    gone by then are among those counted, up to all that a row keeps.
 
     Args:
       layers: caches of layers. Those without a codebook have no part in it; if none has one, the
@@ -109,20 +111,19 @@ def overflow_share(layers: Sequence[Cache]) -> float:
       >>> kvjax.evaluation.overflow_share([cache])
       0.5
     """
-    parts = [part.kv for cache in layers for part in layer_caches(cache)]
-    payloads = [
-        (kv, payload)
-        for kv in parts
-        for payload in (kv.k, kv.v)
-        if isinstance(payload, CodebookPayload)
-    ]
-    vectors = sum(_vectors(kv) for kv, _ in payloads)
-    over = sum(int(np.asarray(payload.overflow).sum()) for _, payload in payloads)
+    over = vectors = 0
+    for kv in (part.kv for cache in layers for part in layer_caches(cache)):
+        for payload in (kv.k, kv.v):
+            if isinstance(payload, CodebookPayload):
+                kept = _vectors(kv)
+                vectors += int(kept.sum())
+                # Vectors that are gone still count, and may be more than those that are kept.
+                over += int(np.minimum(np.asarray(payload.overflow), kept).sum())
     return over / vectors if vectors else 0.0
 
 
-def _vectors(kv: KVCache) -> int:
-    """Counts the kept keys; a key that several lists of a KV head keep counts once."""
+def _vectors(kv: KVCache) -> Int[np.ndarray, " B"]:
+    """Counts the kept keys of each row; a key that several lists of a KV head keep counts once."""
     position = np.where(kv.live, kv.position, -1)
     position = np.sort(position.reshape(len(position), kv.shape[1] // kv.unfolded, -1))
-    return int((np.diff(position, prepend=-1) > 0).sum())
+    return (np.diff(position, prepend=-1) > 0).sum((1, 2))

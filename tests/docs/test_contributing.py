@@ -64,6 +64,12 @@ def test_pages_count_the_published_methods():
     assert f"{number} methods from the literature" in (ROOT / "docs/index.md").read_text("utf-8")
 
 
+def test_benchmarks_with_a_main_run_it():
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert ("\ndef main(" in text) == ('\nif __name__ == "__main__":' in text), path.name
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_is_tested_compiled_and_measured(name):
     for pattern in "tests/kernels/test_*.py", "tests/gpu/gpu_programs.py", "benchmarks/kernel*.py":

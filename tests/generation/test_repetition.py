@@ -153,25 +153,34 @@ def test_pieces_are_as_long_as_positions_allow(parts):
 
 
 def test_a_piece_is_repeated_where_questions_will_stand(monkeypatch):
-    """Behind the whole document, and not behind what has been read of it."""
+    """Behind each row's whole document, and a further document behind all that its row has read."""
     looks = []
 
-    def noted(*args):
-        groups = looked_at(*args)
-        looks.extend(group.looking.pieces.positions for group in groups)
+    def noted(groups, prompts, *args):
+        groups = looked_at(groups, prompts, *args)
+        for group in groups:
+            rows = range(len(prompts)) if group.rows is None else group.rows
+            looking = np.asarray(group.looking.pieces.positions)
+            for row, pieces in zip(rows, looking, strict=True):
+                looks.extend((int(row), piece[piece >= 0].tolist()) for piece in pieces)
         return groups
 
     monkeypatch.setattr("kvjax.generation.turns.looked_at", noted)
-    prompt = PROMPTS[0]
-    tx = kvjax.KVzip(BUDGET, piece=PIECE)
-    kvjax.read(
-        model("plain"), [prompt], transform=tx, max_new=4, dtype=np.float32, document=WORDS,
-        piece=PIECE,
+    context = kvjax.read(
+        model("plain"), PROMPTS, transform=kvjax.KVzip(BUDGET, piece=PIECE), max_new=4,
+        max_prompt=256, dtype=np.float32, document=WORDS, piece=PIECE,
     )  # fmt: skip
-    assert len(looks) == 3
-    for positions in map(np.asarray, looks):
-        there = positions >= 0
-        assert positions[there].tolist() == [*range(len(prompt), len(prompt) + there.sum())]
+    looks = [(row, positions) for row, positions in looks if positions]
+    assert [row for row, _ in looks].count(0) == 3 and {row for row, _ in looks} == {0, 1, 2}
+    for row, positions in looks:
+        first = len(PROMPTS[row])
+        assert positions == [*range(first, first + len(positions))]
+    looks = []
+    further = [None, PROMPTS[2], None]
+    kvjax.generate(model("plain"), further, context=context, document=WORDS, max_new_tokens=1)
+    ((row, positions),) = [look for look in looks if look[1]]
+    first = len(PROMPTS[1]) + len(PROMPTS[2])
+    assert row == 1 and positions == [*range(first, first + len(positions))]
 
 
 def test_a_prompt_without_room_for_its_repetition_is_refused():
@@ -245,7 +254,7 @@ def test_scores_of_what_no_probe_notes():
             return step.record.slots["received"]
 
     layers = []
-    message = r"Forgets.on_prompt: the record .* has nothing, and not 'received': name a probe in"
+    message = r"Forgets.on_prompt: the slots of .* have nothing, and not 'received': name a probe"
     with pytest.raises(TypeError, match=message):
         kvjax.read(
             model("plain"), [PROMPTS[2]], transform=Forgets(0.5), on_layer=layers.append
@@ -253,14 +262,18 @@ def test_scores_of_what_no_probe_notes():
     assert not layers
 
 
-def test_a_record_of_which_a_decision_reads_what_is_not_noted():
+@pytest.mark.parametrize(
+    ("where", "name", "has"), [("slots", "query", "received"), ("rows", "received", "nothing")]
+)
+def test_a_record_of_which_a_decision_reads_what_is_not_noted(where, name, has):
     class Decides(kvjax.KVTransform):
         needs = property(lambda self: Needs(probe=kvjax.kit.Received()))
 
         def on_prompt(self, cache, state, step):
-            return kvjax.kit.Keep(cache.length, step.record.slots["query"]), state
+            return kvjax.kit.Keep(cache.length, getattr(step.record, where)[name]), state
 
-    with pytest.raises(TypeError, match=r"Decides.on_prompt: .* has received, and not 'query'"):
+    message = rf"Decides.on_prompt: the {where} of .* have {has}, and not '{name}'"
+    with pytest.raises(TypeError, match=message):
         foreseen(Decides(), "prompt")
 
 

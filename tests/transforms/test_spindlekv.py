@@ -201,6 +201,21 @@ def test_overflow_is_a_share_of_the_vectors():
     )
 
 
+def test_vectors_that_are_gone_are_no_more_than_all_that_is_kept():
+    tx = kvjax.chain(kvjax.StreamingLLM(8, sinks=1), kvjax.Codebook(capacity=2))
+    cache = kvjax.init_cache(
+        tx, batch=1, kv_heads=1, head_dim=8, max_prompt=32, max_new=0, dtype="float32"
+    )
+    rows = np.random.default_rng(0).normal(size=(1, 1, 32, 8)).astype(np.float32)
+    for start in range(0, 32, 8):
+        turn, positions = rows[:, :, start : start + 8], np.arange(start, start + 8)[None]
+        _, cache = kvjax.attend(
+            cache, turn, turn, turn, positions, phase="prompt", rope=kvjax.Rope(np.zeros(4))
+        )
+    assert int(cache.kv.k.overflow[0]) > int(cache.kv.live.sum()) == 8
+    assert kvjax.evaluation.overflow_share([cache]) == 1.0
+
+
 @pytest.mark.parametrize("bad", [{"reserve": 1.5}, {"beta": 2.0}], ids=str)
 def test_refused(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
