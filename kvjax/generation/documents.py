@@ -68,14 +68,15 @@ def looked_at(
       prompts: of all rows.
       length: tokens of each row with its prompt.
       whole: tokens of each row's document, of which the prompt is a piece; None: it is all of it. A
-        probe looks at a piece from behind the whole document, where questions will stand.
+        probe looks at a piece from behind the whole document, where questions will stand, unless a
+        layer has a window: from there it would see nothing of the piece.
     """
     check_document(document)
     probe = probe_of(layers) if document else None
     if probe is None:
         return groups
     whole = np.array(list(map(len, prompts)), np.int32) if whole is None else whole
-    behind = np.maximum(length, whole)
+    behind = length if any(model.windows) else np.maximum(length, whole)
     longest = max(int(behind[row]) for row, prompt in enumerate(prompts) if len(prompt))
     asking, mesh = Asking(model, words_of(document), longest), mesh_of(model.params)
 

@@ -152,8 +152,8 @@ def test_pieces_are_as_long_as_positions_allow(parts):
         np.testing.assert_array_equal(x, y)
 
 
-def test_a_piece_is_repeated_where_questions_will_stand(monkeypatch):
-    """Behind each row's whole document, and a further document behind all that its row has read."""
+def looked_from(monkeypatch) -> list[tuple[int, list[int]]]:
+    """The row and the positions of each piece by which a document is repeated from now on."""
     looks = []
 
     def noted(groups, prompts, *args):
@@ -162,25 +162,41 @@ def test_a_piece_is_repeated_where_questions_will_stand(monkeypatch):
             rows = range(len(prompts)) if group.rows is None else group.rows
             looking = np.asarray(group.looking.pieces.positions)
             for row, pieces in zip(rows, looking, strict=True):
-                looks.extend((int(row), piece[piece >= 0].tolist()) for piece in pieces)
+                looks.extend(
+                    (int(row), piece[piece >= 0].tolist()) for piece in pieces if piece.max() >= 0
+                )
         return groups
 
     monkeypatch.setattr("kvjax.generation.turns.looked_at", noted)
+    return looks
+
+
+def test_a_piece_is_repeated_where_questions_will_stand(monkeypatch):
+    """Behind each row's whole document, and a further document behind all that its row has read."""
+    looks = looked_from(monkeypatch)
     context = kvjax.read(
         model("plain"), PROMPTS, transform=kvjax.KVzip(BUDGET, piece=PIECE), max_new=4,
         max_prompt=256, dtype=np.float32, document=WORDS, piece=PIECE,
     )  # fmt: skip
-    looks = [(row, positions) for row, positions in looks if positions]
     assert [row for row, _ in looks].count(0) == 3 and {row for row, _ in looks} == {0, 1, 2}
     for row, positions in looks:
         first = len(PROMPTS[row])
         assert positions == [*range(first, first + len(positions))]
-    looks = []
+    looks.clear()
     further = [None, PROMPTS[2], None]
     kvjax.generate(model("plain"), further, context=context, document=WORDS, max_new_tokens=1)
-    ((row, positions),) = [look for look in looks if look[1]]
+    ((row, positions),) = looks
     first = len(PROMPTS[1]) + len(PROMPTS[2])
     assert row == 1 and positions == [*range(first, first + len(positions))]
+
+
+def test_layers_with_windows_see_the_piece_that_is_repeated(monkeypatch):
+    looks = looked_from(monkeypatch)
+    kvjax.read(
+        model("windows"), PROMPTS[:1], transform=kvjax.KVzip(BUDGET, piece=PIECE), max_new=4,
+        dtype=np.float32, document=WORDS, piece=PIECE,
+    )  # fmt: skip
+    assert [positions[0] for _, positions in looks] == [PIECE, 2 * PIECE, len(PROMPTS[0])]
 
 
 def test_a_prompt_without_room_for_its_repetition_is_refused():
