@@ -27,7 +27,7 @@ class Pieces(NamedTuple):
 
     Args:
       tokens: token ids, `[G, P, R]`; in a layer, states `[G, P, R, C]`.
-      positions: their positions, which go on behind the whole document; -1 marks padding.
+      positions: their positions, which go on behind the document; -1 marks padding.
     """
 
     tokens: Array
