@@ -213,8 +213,8 @@ class Asking(NamedTuple):
       model: the `FunctionalModel` that reads the documents.
       encode: returns the token ids of a text, without special tokens; None: no tokenizer was given
         (`document` of `kvjax.read`), and a probe does without words.
-      length: most tokens of a row up to its document's end, pieces that have not been read too. The
-        tokens that look stand behind them.
+      length: most tokens of a row, the document and those before it included. The tokens that look
+        stand behind them.
 
     Example:
       >>> import kvjax, numpy as np

@@ -67,18 +67,15 @@ def looked_at(
     Args:
       prompts: of all rows.
       length: tokens of each row with its prompt.
-      whole: tokens of each row's document, of which the prompt is a piece; None: it is all of it. A
-        probe looks at a piece from behind the whole document, where questions will stand, unless a
-        layer has a window: from there it would see nothing of the piece.
+      whole: tokens of each row's document, of which the prompt is a piece; None: it is all of it.
     """
     check_document(document)
     probe = probe_of(layers) if document else None
     if probe is None:
         return groups
-    whole = np.array(list(map(len, prompts)), np.int32) if whole is None else whole
-    behind = length if any(model.windows) else np.maximum(length, whole)
-    longest = max(int(behind[row]) for row, prompt in enumerate(prompts) if len(prompt))
+    longest = max(int(length[row]) for row, prompt in enumerate(prompts) if len(prompt))
     asking, mesh = Asking(model, words_of(document), longest), mesh_of(model.params)
+    whole = np.array(list(map(len, prompts)), np.int32) if whole is None else whole
 
     def looking(group: Group) -> Looking:
         rows = list(range(len(prompts)) if group.rows is None else group.rows)
@@ -89,7 +86,7 @@ def looked_at(
             return Looking(None, of_rows)
         _check_pieces(tokens, len(rows), asking.model.vocab_size, type(probe).__name__)
         there = tokens >= 0
-        positions = behind[rows][:, None, None] + there.cumsum(-1, dtype=np.int32) - 1
+        positions = length[rows][:, None, None] + there.cumsum(-1, dtype=np.int32) - 1
         arrays = np.maximum(tokens, 0), np.where(there, positions, -1)
         return Looking(Pieces(*(put_by_rows(x, mesh) for x in arrays)), of_rows)
 

@@ -14,7 +14,6 @@ import pytest
 import kvjax
 from kvjax.compose.foreseen import foreseen
 from kvjax.generation.compiler import Compiler
-from kvjax.generation.documents import looked_at
 from kvjax.generation.model import as_functional
 from kvjax.generation.prompt_pass import CacheSize
 from kvjax.generation.read_once import Observe
@@ -150,53 +149,6 @@ def test_pieces_are_as_long_as_positions_allow(parts):
     of_64, of_41 = (read(transform=kvjax.KVzip(BUDGET, piece=piece)) for piece in (PIECE, 41))
     for x, y in zip(jax.tree.leaves(of_64.caches), jax.tree.leaves(of_41.caches), strict=True):
         np.testing.assert_array_equal(x, y)
-
-
-def looked_from(monkeypatch) -> list[tuple[int, list[int]]]:
-    """The row and the positions of each piece by which a document is repeated from now on."""
-    looks = []
-
-    def noted(groups, prompts, *args):
-        groups = looked_at(groups, prompts, *args)
-        for group in groups:
-            rows = range(len(prompts)) if group.rows is None else group.rows
-            looking = np.asarray(group.looking.pieces.positions)
-            for row, pieces in zip(rows, looking, strict=True):
-                looks.extend(
-                    (int(row), piece[piece >= 0].tolist()) for piece in pieces if piece.max() >= 0
-                )
-        return groups
-
-    monkeypatch.setattr("kvjax.generation.turns.looked_at", noted)
-    return looks
-
-
-def test_a_piece_is_repeated_where_questions_will_stand(monkeypatch):
-    """Behind each row's whole document, and a further document behind all that its row has read."""
-    looks = looked_from(monkeypatch)
-    context = kvjax.read(
-        model("plain"), PROMPTS, transform=kvjax.KVzip(BUDGET, piece=PIECE), max_new=4,
-        max_prompt=256, dtype=np.float32, document=WORDS, piece=PIECE,
-    )  # fmt: skip
-    assert [row for row, _ in looks].count(0) == 3 and {row for row, _ in looks} == {0, 1, 2}
-    for row, positions in looks:
-        first = len(PROMPTS[row])
-        assert positions == [*range(first, first + len(positions))]
-    looks.clear()
-    further = [None, PROMPTS[2], None]
-    kvjax.generate(model("plain"), further, context=context, document=WORDS, max_new_tokens=1)
-    ((row, positions),) = looks
-    first = len(PROMPTS[1]) + len(PROMPTS[2])
-    assert row == 1 and positions == [*range(first, first + len(positions))]
-
-
-def test_layers_with_windows_see_the_piece_that_is_repeated(monkeypatch):
-    looks = looked_from(monkeypatch)
-    kvjax.read(
-        model("windows"), PROMPTS[:1], transform=kvjax.KVzip(BUDGET, piece=PIECE), max_new=4,
-        dtype=np.float32, document=WORDS, piece=PIECE,
-    )  # fmt: skip
-    assert [positions[0] for _, positions in looks] == [PIECE, 2 * PIECE, len(PROMPTS[0])]
 
 
 def test_a_prompt_without_room_for_its_repetition_is_refused():
