@@ -125,7 +125,7 @@ def qwen(args: argparse.Namespace) -> Parts:
                                "--max-new", "10"),
     }  # fmt: skip
     parts["statement"] = run(
-        ("statement",), ",".join(HIDDEN), "1024,2048,4096", 10, *essays, "--question", "inside",
+        ("statement",), ",".join(HIDDEN), "1024,2048", 5, *essays, "--question", "inside",
         budget="0.15,0.35,0.5",
     )  # fmt: skip
     # Tables of the pages name a folder of results, so that no two may be called alike.
