@@ -90,12 +90,12 @@ class KVMerger(Unmerged):
       its default is ours. On SmolLM2 a σ of 5.0 has a smaller error and loss than the default, and
       half of it a far larger error (RESULTS.md, "What the defaults are worth"). Keys that differ by
       rounding alone count as equal. The paper multiplies values by |S|. The default of
-      `value_scale` leaves attention unchanged where keys are equal; `"paper"` has not been
-      measured, nor has ε = 0.75. With grouped queries attention is the mean over the group, and one
-      decision is made per KV head. On a further turn a slot that stands for m tokens weighs
-      `m · g`, and |S| counts tokens. Pinned slots are skipped: the tokens on both sides of one are
-      neighbours. Keys are compared as attention saw them. Under a transform that stores them
-      unrotated, the unrotated keys are merged.
+      `value_scale` leaves attention unchanged where keys are equal; `"paper"` loses the text on
+      SmolLM2 (docs/results/studies.md). ε = 0.75 has not been measured. With grouped queries
+      attention is the mean over the group, and one decision is made per KV head. On a further turn
+      a slot that stands for m tokens weighs `m · g`, and |S| counts tokens. Pinned slots are
+      skipped: the tokens on both sides of one are neighbours. Keys are compared as attention saw
+      them. Under a transform that stores them unrotated, the unrotated keys are merged.
     """
 
     budget: Budget | None = None

@@ -43,7 +43,8 @@ class SpindleKV(KVTransform):
       Both parts deviate as their own descriptions say. By default books may be full, and heads are
       not unfolded, which in the paper is the weaker form where query heads share keys. On the
       bundled model unfolding finds fewer needles (docs/results/costs.md, "Cost of every part");
-      other models have not been measured, nor has SmolLM2 with `capacity=1.0`.
+      on SmolLM2, unfolding and `capacity=1.0` each lose about as much as the eviction alone, and
+      the default loses more (docs/results/studies.md).
     """
 
     reserve: float
