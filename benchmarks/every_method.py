@@ -175,8 +175,9 @@ def run_command(path: Path, name: str, words: Sequence[str], model: str) -> None
     shown = [Path(word).name if os.path.exists(word) else word for word in (*words, model)]
     command = shlex.join(["kvjax", *shown[:-1], "--model", shown[-1]])
     seconds = round(before + time.monotonic() - start, 1)
-    noted["parts"][name] = {"command": command, "seconds": seconds}
-    noted["environment"] = environment()
+    noted["parts"][name] = {
+        "command": command, "seconds": seconds, "environment": environment()
+    }  # fmt: skip
     write_whole(path, json.dumps(noted, indent=1) + "\n")
     if done.returncode:
         sys.exit(done.returncode)

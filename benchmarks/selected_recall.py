@@ -15,6 +15,7 @@ on.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -29,13 +30,13 @@ from kvjax.generation.model import as_functional
 from kvjax.models import from_pretrained, load_tokenizer
 
 FIRST_LAYER, STEPS = 2, 8
-METHODS = {  # by what they are called, with the paper's settings where these are not the defaults
-    "clusterkv": "clusterkv(budget={budget})",
-    "clusterkv, 80 tokens a cluster": "clusterkv(budget={budget}, tokens_per_cluster=80, "
+METHODS = {  # by what they are called; each has all budgets in turn
+    "clusterkv": "clusterkv(budget=256)",
+    "clusterkv, 80 tokens a cluster": "clusterkv(budget=256, tokens_per_cluster=80, "
     "new_clusters=4, iterations=20, chunk=None, group_reduce='mean')",
-    "quest(spread=None)": "quest(budget={budget}, spread=None)",
-    "quest": "quest(budget={budget})",
-    "infinigen": "infinigen(budget={budget}, alpha=None)",
+    "quest(spread=None)": "quest(budget=256, spread=None)",
+    "quest": "quest(budget=256)",
+    "infinigen": "infinigen(budget=256, alpha=None)",
 }
 
 
@@ -56,23 +57,22 @@ def main() -> None:
         "first_layer": FIRST_LAYER,
     }  # fmt: skip
     rows = Rows(args.cells or f"{args.out.removesuffix('.json')}.cells.json", about)
+    # What InfiniGen learns does not depend on the budget.
+    methods = {name: kvjax.calibrated(text, model, sample) for name, text in METHODS.items()}
     for length in args.lengths:
-        cells = list(itertools.product(args.budgets, METHODS))
-        left = [
-            each for each in cells if not rows.has(tokens=length, budget=each[0], method=each[1])
-        ]
-        transforms = [
-            kvjax.calibrated(METHODS[name].format(budget=budget), model, sample)
-            for budget, name in left
-        ]
+        left = {
+            (budget, name): dataclasses.replace(methods[name], budget=budget)
+            for budget, name in itertools.product(args.budgets, METHODS)
+            if not rows.has(tokens=length, budget=budget, method=name)
+        }
         if not left:
             continue
         (document,) = haystacks(tokenizer, text, length, 1, NEEDLES)
         run = FullRun(
-            functional, [document.tokens], transforms, new_tokens=STEPS,
+            functional, [document.tokens], list(left.values()), new_tokens=STEPS,
             questions=document.questions[:1],
         )  # fmt: skip
-        for (budget, name), transform in zip(left, transforms, strict=True):
+        for (budget, name), transform in left.items():
             fidelity = judge(run, run.context(transform))
             recall, error = (
                 round(float(figure[FIRST_LAYER:].mean()), 4)

@@ -53,7 +53,7 @@ class KeepsEveryThird(Newest):
 
 
 class MeanOfHeads(kvjax.SnapKV):
-    """Its card does not say that it couples heads."""
+    """Averages scores over heads, which its card does not say."""
 
     def on_prompt(self, cache, state, step) -> tuple[Keep, Any]:
         keep, state = super().on_prompt(cache, state, step)

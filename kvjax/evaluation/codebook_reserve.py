@@ -113,12 +113,12 @@ def overflow_share(layers: Sequence[Cache]) -> float:
     """
     over = vectors = 0
     for kv in (part.kv for cache in layers for part in layer_caches(cache)):
-        for payload in (kv.k, kv.v):
-            if isinstance(payload, CodebookPayload):
-                kept = _vectors(kv)
-                vectors += int(kept.sum())
-                # Vectors that are gone still count, and may be more than those that are kept.
-                over += int(np.minimum(np.asarray(payload.overflow), kept).sum())
+        books = [payload for payload in (kv.k, kv.v) if isinstance(payload, CodebookPayload)]
+        kept = _vectors(kv) if books else 0
+        for payload in books:
+            vectors += int(np.sum(kept))
+            # Vectors that are gone still count, and may be more than those that are kept.
+            over += int(np.minimum(np.asarray(payload.overflow), kept).sum())
     return over / vectors if vectors else 0.0
 
 

@@ -91,7 +91,7 @@ class KVMerger(Unmerged):
       half of it a far larger error (RESULTS.md, "What the defaults are worth"). Keys that differ by
       rounding alone count as equal. The paper multiplies values by |S|. The default of
       `value_scale` leaves attention unchanged where keys are equal; `"paper"` loses the text on
-      SmolLM2 (docs/results/studies.md). ε = 0.75 has not been measured. With grouped queries
+      SmolLM2 (docs/results/studies.md). ε = 0.75 was measured with a budget. With grouped queries
       attention is the mean over the group, and one decision is made per KV head. On a further turn
       a slot that stands for m tokens weighs `m · g`, and |S| counts tokens. Pinned slots are
       skipped: the tokens on both sides of one are neighbours. Keys are compared as attention saw
