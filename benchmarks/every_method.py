@@ -46,8 +46,8 @@ OPTIONS = (
     "kvcrush(snapkv, granularity='page')", "kvcrush(h2o)", "kvcrush(h2o, anchor='mean')",
     "kvcrush(h2o, anchor='alternate')", "kvcrush(h2o, kmeans=True)",
     "kvcrush(h2o, granularity='page')", "kvcrush(pyramidkv)",
-    "spindlekv", "spindlekv(capacity=1.0)", "spindlekv(unfold=True)",
-    "spindlekv(capacity=1.0, unfold=True)", "spindlekv(magnitude=False)",
+    "spindlekv", "spindlekv(capacity=0.5)", "spindlekv(unfold=True)",
+    "spindlekv(capacity=0.5, unfold=True)", "spindlekv(capacity=0.5, magnitude=False)",
 )  # fmt: skip
 # For needles that are statements, as in the papers: methods with their papers' settings, and those
 # that the papers compare them with.
@@ -55,8 +55,7 @@ HIDDEN = (
     "full", "streaming_llm", "h2o", "snapkv", "pyramidkv", "pyramidinfer", "cam(streaming_llm)",
     "chelsea", "chelsea(outlier_threshold=0.8)", "kvmerger", "kvmerger(epsilon=0.75)",
     "kvmerger(sigma=5.0)", "kvmerger(sigma='literal')", "kvcrush(snapkv)", "layer_budget",
-    "spindlekv(capacity=1.0)", "spindlekv(capacity=1.0, unfold=True)", "clusterkv",
-    "quest(spread=None)",
+    "spindlekv", "spindlekv(unfold=True)", "clusterkv", "quest(spread=None)",
 )  # fmt: skip
 SIX = ("streaming_llm", "h2o", "snapkv", "kvmerger", "clusterkv", "quest")
 BUDGETS = "0.1,0.2,0.5"

@@ -46,7 +46,7 @@ PAGES = (
 LISTS = (HOME / "CITATION.cff", HOME / "kvjax" / "__init__.pyi")
 CHOSEN = (
     "full", "streaming_llm", "h2o", "snapkv", "chelsea", "kvmerger", "kvcrush(snapkv)", "spindlekv",
-    "clusterkv", "quest", "quest(spread=None)", "infinigen", "quantize",
+    "spindlekv(capacity=0.5)", "clusterkv", "quest", "quest(spread=None)", "infinigen", "quantize",
     "chain(quantize, clusterkv)",
 )  # fmt: skip
 """The methods of the table in RESULTS.md; docs/results has all of them."""

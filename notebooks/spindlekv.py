@@ -78,7 +78,7 @@ plt.show()
 # The picture shows how many keys and values each entry stands for, the busiest entries first:
 
 # %%
-whole = kvjax.read(model, [prompt], transform=kvjax.Codebook(capacity=1.0), max_new=16)
+whole = kvjax.read(model, [prompt], transform=kvjax.Codebook(), max_new=16)
 figure, panels = plt.subplots(1, 2, figsize=(7.2, 2.8), sharey=True)
 for axes, name in zip(panels, "kv"):
     for layer, marker in zip((0, 10, 20, 29), "os^D"):
@@ -105,7 +105,7 @@ plt.show()
 # books need for them, as shares of all vectors of the prompt.
 
 # %%
-spindle = kvjax.read(model, [prompt], transform=kvjax.SpindleKV(0.5, capacity=1.0), max_new=16)
+spindle = kvjax.read(model, [prompt], transform=kvjax.SpindleKV(0.5), max_new=16)
 caches = [cache.kv for cache in spindle.caches]
 every = len(prompt) * caches[0].shape[1]
 shares = {
@@ -132,8 +132,9 @@ plt.show()
 # ## Bytes
 #
 # Arrays have a fixed size, so a book has room for as many entries as `capacity` says, used or not.
-# Half of the vectors is the default. `kvjax.evaluation.reserve_ratio` says what is stored, what
-# of it is used, and what the paper's equation 15 counts.
+# By default that is one for every vector, and the arrays save nothing; here it is half of them.
+# `kvjax.evaluation.reserve_ratio` says what is stored, what of it is used, and what the paper's
+# equation 15 counts.
 
 # %%
 import jax.numpy as jnp
@@ -143,7 +144,7 @@ import kvjax.evaluation
 full = kvjax.read(model, [prompt], max_new=16)
 small = kvjax.read(model, [prompt], transform=kvjax.SpindleKV(0.5, capacity=0.5), max_new=16)
 figure, axes = plt.subplots(figsize=(7.2, 2.4))
-named = {"full": full, "eviction alone": evicted, "spindlekv": small}
+named = {"full": full, "eviction alone": evicted, "spindlekv, half the room": small}
 plot.layer_bytes(axes, {name: context.caches for name, context in named.items()})
 plt.show()
 reserve = kvjax.evaluation.reserve_ratio(small.caches, jnp.array([len(prompt)]))

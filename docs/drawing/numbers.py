@@ -56,7 +56,7 @@ def moved(material: Material, layer: int = 1) -> Figure:
 def books(material: Material) -> Figure:
     """How many vectors each entry of a layer's books stands for, the busiest entries first."""
     figure, panels = new_figure(2.8, columns=2)
-    caches = material.caches(kvjax.Codebook(capacity=1.0))
+    caches = material.caches(kvjax.Codebook())
     for axes, name in zip(panels, "kv", strict=True):
         for layer, cache in enumerate(caches):
             payload = getattr(cache.kv, name)
@@ -77,7 +77,7 @@ def books(material: Material) -> Figure:
 def spindle(material: Material, reserve: float = 0.5) -> Figure:
     """By layer: tokens that are kept, and entries of the books, as shares of all vectors."""
     figure, axes = new_figure(2.6)
-    caches = material.caches(kvjax.SpindleKV(reserve=reserve, capacity=1.0))
+    caches = material.caches(kvjax.SpindleKV(reserve=reserve))
     every = TOKENS * caches[0].kv.shape[1]
     shares = np.array([
         [int(kv.live[0].sum()), int(kv.k.count[0]), int(kv.v.count[0])]

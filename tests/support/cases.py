@@ -118,7 +118,7 @@ def compositions(budget: int) -> dict:
         "quest_offload": chain(quest(budget), kvjax.Offload(recent_steps=0, interval=3)),
         "snapkv_clusterkv": chain(snapkv(budget + 4), clusterkv(budget)),
         **quantised(budget),
-        "h2o_codebook": chain(kvjax.H2O(budget=budget), kvjax.Codebook(capacity=1.0)),
+        "h2o_codebook": chain(kvjax.H2O(budget=budget), kvjax.Codebook()),
         "spindlekv_unfold": one_layer(spindlekv(1.0 if enough else 0.5, unfold=True)),
     }
 

@@ -32,19 +32,18 @@ class SpindleKV(KVTransform):
 
     Example:
       >>> import kvjax
-      >>> kvjax.bind(kvjax.SpindleKV(reserve=0.5, capacity=4096), num_layers=2)[1].parts[1]
-      Codebook(theta_key=0.98, theta_value=0.95, capacity=4096, interval=32, magnitude=True)
+      >>> kvjax.bind(kvjax.SpindleKV(reserve=0.5), num_layers=2)[1].parts[1]
+      Codebook(theta_key=0.98, theta_value=0.95, capacity=1.0, interval=32, magnitude=True)
 
     References:
       Tang et al., SpindleKV: A Novel KV Cache Reduction Method Balancing Both Shallow and Deep
       Layers, arXiv 2507.06517.
 
     Deviations from the paper:
-      Both parts deviate as their own descriptions say. By default books may be full, and heads are
-      not unfolded, which in the paper is the weaker form where query heads share keys. On the
-      bundled model unfolding finds fewer needles (docs/results/costs.md, "Cost of every part");
-      on SmolLM2, unfolding and `capacity=1.0` each lose about as much as the eviction alone, and
-      the default loses more (docs/results/studies.md).
+      Both parts deviate as their own descriptions say. By default heads are not unfolded, which in
+      the paper is the weaker form where query heads share keys. On the bundled model unfolding
+      finds fewer needles (docs/results/costs.md, "Cost of every part"); on SmolLM2 both forms lose
+      about as much as the eviction alone, and `capacity=0.5` loses more (docs/results/studies.md).
     """
 
     reserve: float
@@ -53,14 +52,14 @@ class SpindleKV(KVTransform):
     unfold: bool = False
     theta_key: float = 0.98
     theta_value: float = 0.95
-    capacity: int | float = 0.5
+    capacity: int | float = 1.0
     interval: int = 32
     magnitude: bool = True
 
     stage: ClassVar[Stage] = Stage.REPRESENT
     card = Card(
         acts="prompt, every 32 tokens", paper="SpindleKV, arXiv 2507.06517", when="now",
-        small={"reserve": 0.5, "window": 4, "capacity": 1.0, "interval": 16},
+        small={"reserve": 0.5, "window": 4, "interval": 16},
     )  # fmt: skip
 
     @property
