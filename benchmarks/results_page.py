@@ -32,7 +32,7 @@ from device_page import device_tables
 from tables import markdown
 
 from kvjax.cli.situations import SITUATIONS
-from kvjax.evaluation import Results, Row, read_results
+from kvjax.evaluation import Estimate, Results, Row, read_results
 from kvjax.evaluation.tasks.squad import SQUAD
 
 HOME = Path(__file__).resolve().parents[1]
@@ -96,7 +96,7 @@ KEPT_ANSWERS = (
 )  # fmt: skip
 
 TABLE = re.compile(r"(?s)(<!-- table: (\w+)(?: where ([^\n]+))? -->)\n.*?<!-- end -->")
-FIGURES = re.compile(r"<!-- (inside|after|nats)( of Qwen)?: (.*?) -->.*?<!-- / -->")
+FIGURES = re.compile(r"<!-- (inside|after|nats|paired)( of \w+)?: (.*?) -->.*?<!-- / -->")
 FIGURE = re.compile(r"<!-- figure: (\w+) (.*?) -->(.*?)<!-- / -->")
 LIST = re.compile(r"(?s)^(.*)(# the (imports|papers) of methods, by [^\n]*)\n.*$")
 EXPRESSION = re.compile(r"\{(.*?)(?::([^{}:]*))?\}")
@@ -210,6 +210,24 @@ def figures(measured: str, methods: str, results: Sequence[Results]) -> str:
     wanted = (text.rpartition(" ") for text in methods.split("; "))
     names = [f"`{method}` {last}" if method else f"`{last}`" for method, _, last in wanted]
     return "; ".join(f"{each}: {found[each]}" for each in names)
+
+
+def paired(methods: str, results: Sequence[Results]) -> str:
+    """The difference of two methods' losses of the same texts, with its interval."""
+    losses: dict[str, dict[int, float]] = {}
+    for result in results:
+        for cell, record in result.records.items():
+            if cell.task == LOSS:
+                scores = enumerate(record["scores"], cell.first)
+                losses.setdefault(name(cell.method, cell.budget), {}).update(scores)
+    shown = []
+    for pair in methods.split("; "):
+        wanted = (text.rpartition(" ") for text in pair.split(" - "))
+        first, second = (f"`{method}` {budget}" for method, _, budget in wanted)
+        differences = [losses[first][case] - losses[second][case] for case in losses[second]]
+        mean, low, high, _ = Estimate.resampled(differences)
+        shown.append(f"{first} - {second}: {mean:+.3f} ({low:+.3f} to {high:+.3f})")
+    return "; ".join(shown)
 
 
 class Fields(dict):
@@ -520,6 +538,17 @@ def page_recall(result: dict[str, Any]) -> str:
     ])  # fmt: skip
 
 
+def selected_recall(rows: Sequence[dict[str, Any]]) -> str:
+    """Most attended tokens that a step reads, and its error, by `selected_recall.py`."""
+    budgets = list(dict.fromkeys(row["budget"] for row in rows))
+    cells: dict[tuple[int, str], list[str]] = {}
+    for row in rows:
+        shown = f"{100 * row['recall']:.0f} % / {row['error']:.2f}"
+        cells.setdefault((row["tokens"], row["method"]), []).append(shown)
+    lines = [[f"{tokens:,}", f"`{method}`", *shown] for (tokens, method), shown in cells.items()]
+    return markdown(["tokens", "method", *(f"{budget:,}" for budget in budgets)], lines)
+
+
 def page_errors(result: dict[str, Any]) -> str:
     """Errors of attention's output with and without estimates, by `page_recall.py`."""
     shares = [f"{100 * share:g} %" for share in result["shares"]]
@@ -731,6 +760,7 @@ def tables(folders: dict[str, Results]) -> tuple[list[Results], dict[str, str]]:
         **{name: recall_answers(read(name)["rows"]) for name in RECALL_ANSWERS},
         **{name: page_recall(read(name)) for name in PAGE_RECALL},
         **{f"errors_{name}": page_errors(read(name)) for name in PAGE_RECALL},
+        "selected_recall": selected_recall(read("selected_recall_qwen")["rows"]),
         "gpu_loops": gpu_loops(read("gpu_loops_before")["rows"], read("gpu_loops")["rows"]),
         "long_documents_memory": long_documents_memory(read("long_documents_memory_qwen")["rows"]),
         "long_documents_needles": long_documents_needles(read("long_documents_needles_qwen")),
@@ -764,8 +794,10 @@ def main() -> None:
 
     def figured(match: re.Match[str]) -> str:
         kind, model, methods = match.groups(default="")
-        results = [folders["short_needles_qwen"]] if model else measured
-        return f"<!-- {kind}{model}: {methods} -->{figures(kind, methods, results)}<!-- / -->"
+        folder = {"": None, " of Qwen": "short_needles_qwen"}.get(model, model[4:])
+        results = measured if folder is None else [folders[folder]]
+        text = paired(methods, results) if kind == "paired" else figures(kind, methods, results)
+        return f"<!-- {kind}{model}: {methods} -->{text}<!-- / -->"
 
     def computed(match: re.Match[str]) -> str:
         text = figure(match[1], match[2], folders)

@@ -526,7 +526,9 @@ class Step:
       ... class Looked(kvjax.kit.HeldBudget):  # what the newest query attends to (TOVA)
       ...     budget: int
       ...     minimum = 1
-      ...     needs = property(lambda self: Needs(query_window=1, decode_mass=True))
+      ...     @property
+      ...     def needs(self) -> Needs:
+      ...         return Needs(query_window=1, decode_mass=True)
       ...     def on_step(self, cache, state, step):
       ...         if step.moment == "prompt":
       ...             return Keep(state, by_query_head(window_attention(cache, step, 1))), state

@@ -108,15 +108,16 @@ class Chelsea(Learner):
     Deviations from the paper:
       The paper's share of set A falls during the first passes, and some heads keep everything. By
       default the share is a constant 1 and no head keeps everything. The paper has such a form for
-      needles alone; on LongBench it scores less without those heads. Neither a falling share nor
-      outlier heads have been measured here. The paper's text gives neither the interval nor the
-      constants of the schedule. The schedule falls linearly for `steps` passes and then stays. A
-      pass merges at least one edge. If a chunk has an odd number of tokens, the last is in A; a
-      chunk of one token merges nothing. Similarity is that of the keys as they are stored. Before
-      cosines are compared, they are rounded to a grid, so that they do not depend on the order of a
-      sum. Its step is the smallest power of two that is at least `2^-21 √D` (2^-17 with 128
-      channels). Among pairs that are equally similar on this grid, those of lower tokens come
-      first. A further turn compresses the rows that have tokens in it; a share is then taken anew.
+      needles alone; on LongBench it scores less without those heads. On SmolLM2, a falling share
+      loses a little less and outlier heads a little more (docs/results/studies.md). The paper's
+      text gives neither the interval nor the constants of the schedule. The schedule falls linearly
+      for `steps` passes and then stays. A pass merges at least one edge. If a chunk has an odd
+      number of tokens, the last is in A; a chunk of one token merges nothing. Similarity is that of
+      the keys as they are stored. Before cosines are compared, they are rounded to a grid, so that
+      they do not depend on the order of a sum. Its step is the smallest power of two that is at
+      least `2^-21 √D` (2^-17 with 128 channels). Among pairs that are equally similar on this grid,
+      those of lower tokens come first. A further turn compresses the rows that have tokens in it; a
+      share is then taken anew.
     """
 
     budget: Budget
