@@ -146,10 +146,10 @@ def ranks(predicted: Figures, losses: Figures) -> dict[str, float | None]:
 
 def rank(predicted: Figures, losses: Figures, keys: Sequence[Key]) -> float | None:
     """Returns Spearman's correlation, or None where one side is constant."""
-    sides = [[side[key] for key in keys] for side in (predicted, losses)]
-    if any(len(set(side)) == 1 for side in sides):
+    first, second = ([side[key] for key in keys] for side in (predicted, losses))
+    if len(set(first)) == 1 or len(set(second)) == 1:
         return None
-    return round(float(spearmanr(*sides).statistic), 3)  # pyright: ignore[reportAttributeAccessIssue]
+    return round(float(spearmanr(first, second).statistic), 3)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def main() -> None:

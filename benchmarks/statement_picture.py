@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 from common import parser_of
 from matplotlib import pyplot
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
 
 from kvjax.evaluation import read_results
 
@@ -22,26 +24,31 @@ METHODS = (
     "kvmerger(epsilon=0.75)", "kvmerger(sigma=5.0)", "kvcrush(snapkv)", "spindlekv",
     "cam(streaming_llm)", "clusterkv",
 )  # fmt: skip
+PERCENT = Normalize(0, 100)
 
 
 def main() -> None:
     """Draws it."""
     args = parser_of(__doc__, "out").parse_args()
-    rows = {(row.method, row.budget, row.length): row for row in read_results(FOLDER).rows()}
-    columns = sorted({key[1:] for key in rows if key[0] == "snapkv"})
-    depths = sorted({depth for row in rows.values() for depth in row.depths})
+    scores_by_depth = {
+        (row.method, row.budget, row.length): row.depths
+        for row in read_results(FOLDER).rows()
+        if row.depths is not None
+    }
+    columns = sorted({key[1:] for key in scores_by_depth if key[0] == "snapkv"})
+    depths = sorted({depth for by_depth in scores_by_depth.values() for depth in by_depth})
     figure, panels = pyplot.subplots(
         2, len(METHODS) // 2, figsize=(11, 5.2), sharex=True, sharey=True, layout="constrained"
     )
     for axes, method in zip(panels.flat, METHODS, strict=True):
         scores = np.full((len(depths), len(columns)), np.nan)
         for column, key in enumerate(columns):
-            if (method, *key) in rows:
-                by_depth = rows[method, *key].depths
+            if (method, *key) in scores_by_depth:
+                by_depth = scores_by_depth[method, *key]
                 scores[:, column] = [100 * by_depth[depth].mean for depth in depths]
         # Fields without a prompt stay grey.
         axes.patch.set_facecolor("0.85")
-        image = axes.pcolormesh(scores, vmin=0, vmax=100, cmap="cividis", edgecolors="white")
+        axes.pcolormesh(scores, norm=PERCENT, cmap="cividis", edgecolors="white")
         axes.set_title(method.replace("(", "\n("), fontsize=9)
         ticks = [f"{length:,}\n{budget:g}" for budget, length in columns]
         axes.set_xticks(np.arange(len(columns)) + 0.5, ticks, fontsize=6.5)
@@ -49,7 +56,12 @@ def main() -> None:
     panels[0, 0].invert_yaxis()
     figure.supxlabel("prompt tokens, and budget below", fontsize=9)
     figure.supylabel("depth of the sentence (0: start)", fontsize=9)
-    figure.colorbar(image, ax=panels, label="words of the sentence found, %", shrink=0.8)
+    figure.colorbar(
+        ScalarMappable(PERCENT, "cividis"),
+        ax=panels,
+        label="words of the sentence found, %",
+        shrink=0.8,
+    )
     figure.savefig(args.out, dpi=110)
 
 
