@@ -86,6 +86,7 @@ FIRST = {
 """The methods of the first table of times in RESULTS.md, and their rows of the results."""
 
 PAGE_RECALL = "page_recall_smollm2", "page_recall_qwen"
+LONG_DOCUMENTS = "long_documents_needles_qwen", "long_documents_needles_qwen_16k"
 RECALL_ANSWERS = (
     "recall_answers_smollm2", "recall_answers_qwen", "recall_answers_qwen_4k",
     "recall_answers_qwen_8k", "recall_answers_smollm2_8k",
@@ -676,7 +677,7 @@ def long_documents_memory(rows: Sequence[dict[str, Any]]) -> str:
     return markdown([*headings, "processor seconds for 1,000 tokens"], lines)
 
 
-def long_documents_needles(result: dict[str, Any]) -> str:
+def long_documents_needles(found: Iterable[dict[str, Any]]) -> str:
     """Needles in documents that are read in pieces and as a whole, by `long_documents.py`."""
     lines = [
         [
@@ -684,7 +685,7 @@ def long_documents_needles(result: dict[str, Any]) -> str:
             "whole" if row["piece"] is None else f"pieces of {row['piece']:,}",
             in_percent(row["mean"], row["low"], row["high"]),
         ]
-        for row in result["found"]
+        for row in found
     ]  # fmt: skip
     return markdown(["method", "tokens", "read", "needles, %"], lines)
 
@@ -763,7 +764,9 @@ def tables(folders: dict[str, Results]) -> tuple[list[Results], dict[str, str]]:
         "selected_recall": selected_recall(read("selected_recall_qwen")["rows"]),
         "gpu_loops": gpu_loops(read("gpu_loops_before")["rows"], read("gpu_loops")["rows"]),
         "long_documents_memory": long_documents_memory(read("long_documents_memory_qwen")["rows"]),
-        "long_documents_needles": long_documents_needles(read("long_documents_needles_qwen")),
+        "long_documents_needles": long_documents_needles(
+            row for name in LONG_DOCUMENTS for row in read(name)["found"]
+        ),
         "step_times": step_times(read("step_times_smollm2")["rows"]),
         "first": first([folders["needles_small_smollm2"], folders["needles"]]),
         **{made.__name__: made(read("vs_kvpress_kvzip_smollm2")["rows"]) for made in KVZIP},
