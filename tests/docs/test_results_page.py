@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +85,29 @@ def test_tables_and_figures_are_those_of_the_results():
     command = [sys.executable, ROOT / "benchmarks" / "results_page.py", "--check"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_paired_differences_are_of_the_same_texts():
+    folder = ROOT / "benchmarks" / "results" / "smollm2" / "perplexity"
+    losses: dict[str, dict[int, float]] = {}
+    for line in (folder / "cells.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        task, _, _, first, _, method, budget = record["cell"]
+        if task == "perplexity" and budget == 0.2:
+            scores = enumerate(record["found"]["scores"], first)
+            losses.setdefault(method, {}).update(scores)
+    chelsea, snapkv = (
+        np.array([loss for _, loss in sorted(losses[method].items())])
+        for method in ("chelsea", "snapkv")
+    )
+    mean, deviation = (chelsea - snapkv).mean(), (chelsea - snapkv).std()
+    text = (ROOT / "docs" / "results" / "claims.md").read_text("utf-8")
+    shown = re.search(r"`chelsea` 0.2 - `snapkv` 0.2: (\S+) \((\S+) to (\S+)\)", text)
+    assert shown is not None
+    figure, low, high = map(float, shown.groups())
+    assert figure == round(mean, 3)
+    # A bootstrap's interval of 30 texts is close to the normal one.
+    assert high - low == pytest.approx(2 * 1.96 * deviation / len(chelsea) ** 0.5, rel=0.1)
 
 
 def without_published(text: str) -> str:
