@@ -1,4 +1,4 @@
-"""Whether `kvjax diagnose` foresees the order of methods: its errors against what models then do.
+"""Ranks methods by the errors of `kvjax diagnose`, and by what models then do with their caches.
 
     python benchmarks/diagnose_order.py --model FILE --text wikitext2.valid.txt \\
         --out benchmarks/results/diagnose_order_qwen.json

@@ -7,7 +7,9 @@ made from the folder NAME of `kvjax eval`, from the rows of `NAME.json`, or from
 `device.py`; `NAME where REGEX` has those of its lines in which the expression is found. Figures of
 methods on SmolLM2 at 2,048 tokens stand between `<!-- PANEL: METHOD BUDGET; ... -->` and `<!-- /
 -->`, where PANEL is `inside` or `after` (needles found, by where the question is) or `nats` (lost
-per token). Any other figure stands between `<!-- figure: NAME TEXT -->` and `<!-- / -->`. TEXT has
+per token). `<!-- paired: METHOD BUDGET - METHOD BUDGET; ... -->` has differences of losses of the
+same texts. ` of NAME` behind PANEL adds the folder NAME, and ` of Qwen` takes Qwen's needles. Any
+other figure stands between `<!-- figure: NAME TEXT -->` and `<!-- / -->`. TEXT has
 expressions of Python in braces, with a format behind a colon, over what `NAME.json` has by name.
 `row(method="h2o")` is the one row of its lists with these values; of a folder of `kvjax eval`, it
 is a method on one task. The table of methods, the papers of CITATION.cff and the methods in
@@ -214,18 +216,20 @@ def figures(measured: str, methods: str, results: Sequence[Results]) -> str:
 
 
 def paired(methods: str, results: Sequence[Results]) -> str:
-    """The difference of two methods' losses of the same texts, with its interval."""
+    """Returns the difference of two methods' losses of the last folder's texts, with intervals."""
     losses: dict[str, dict[int, float]] = {}
+    cases: set[int] = set()
     for result in results:
-        for cell, record in result.records.items():
-            if cell.task == LOSS:
-                scores = enumerate(record["scores"], cell.first)
-                losses.setdefault(name(cell.method, cell.budget), {}).update(scores)
+        cells = {cell: record for cell, record in result.records.items() if cell.task == LOSS}
+        for cell, record in cells.items():
+            scores = enumerate(record["scores"], cell.first)
+            losses.setdefault(name(cell.method, cell.budget), {}).update(scores)
+        cases = {case for cell in cells for case in range(cell.first, cell.stop)}
     shown = []
     for pair in methods.split("; "):
         wanted = (text.rpartition(" ") for text in pair.split(" - "))
         first, second = (f"`{method}` {budget}" for method, _, budget in wanted)
-        differences = [losses[first][case] - losses[second][case] for case in losses[second]]
+        differences = [losses[first][case] - losses[second][case] for case in sorted(cases)]
         mean, low, high, _ = Estimate.resampled(differences)
         shown.append(f"{first} - {second}: {mean:+.3f} ({low:+.3f} to {high:+.3f})")
     return "; ".join(shown)
@@ -540,7 +544,7 @@ def page_recall(result: dict[str, Any]) -> str:
 
 
 def selected_recall(rows: Sequence[dict[str, Any]]) -> str:
-    """Most attended tokens that a step reads, and its error, by `selected_recall.py`."""
+    """Returns a table of the most attended tokens that a step reads, by `selected_recall.py`."""
     budgets = list(dict.fromkeys(row["budget"] for row in rows))
     cells: dict[tuple[int, str], list[str]] = {}
     for row in rows:
@@ -797,9 +801,11 @@ def main() -> None:
 
     def figured(match: re.Match[str]) -> str:
         kind, model, methods = match.groups(default="")
-        folder = {"": None, " of Qwen": "short_needles_qwen"}.get(model, model[4:])
-        results = measured if folder is None else [folders[folder]]
-        text = paired(methods, results) if kind == "paired" else figures(kind, methods, results)
+        if kind == "paired":
+            text = paired(methods, [folders[folder] for folder in (LOSS, *model[4:].split())])
+        else:
+            results = [folders["short_needles_qwen"]] if model else measured
+            text = figures(kind, methods, results)
         return f"<!-- {kind}{model}: {methods} -->{text}<!-- / -->"
 
     def computed(match: re.Match[str]) -> str:

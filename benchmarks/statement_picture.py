@@ -21,7 +21,7 @@ from kvjax.evaluation import read_results
 FOLDER = Path(__file__).resolve().parent / "results" / "qwen" / "statement_qwen"
 METHODS = (
     "snapkv", "pyramidkv", "h2o", "streaming_llm", "chelsea", "chelsea(outlier_threshold=0.8)",
-    "kvmerger(epsilon=0.75)", "kvmerger(sigma=5.0)", "kvcrush(snapkv)", "spindlekv",
+    "kvmerger(epsilon=0.75)", "kvmerger", "kvcrush(snapkv)", "spindlekv",
     "cam(streaming_llm)", "clusterkv",
 )  # fmt: skip
 PERCENT = Normalize(0, 100)

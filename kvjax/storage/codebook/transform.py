@@ -38,8 +38,8 @@ class Codebook(KVTransform):
       theta_value: threshold of the values' cosines, 0.95 as in the paper.
       capacity: most entries of each of a row's two books. A float is a share of the vectors that
         the cache has slots for. The default of 1.0 has room for all, as the paper has it; arrays
-        are then no smaller than without a book, and only the bytes in use are fewer. Less makes
-        them smaller, at the cost of vectors that find no entry near.
+        are then larger than without a book, and only the bytes in use are fewer. Less makes them
+        smaller, at the cost of vectors that find no entry near.
       interval: steps after which new tokens are encoded; until then they are kept as they came. 32
         is ours.
       magnitude: store norms. False: entries are vectors as they came, and are read unchanged for
@@ -62,9 +62,10 @@ class Codebook(KVTransform):
       Layers, arXiv 2507.06517, section 3.4.
 
     Deviations from the paper:
-      In the paper every vector is within theta of its entry. With a `capacity` below 1.0, vectors
-      that find no room in a full book are not, and are read as another direction;
-      `kvjax.evaluation.overflow_share` says how many they are. Degrees are those of the graph
+      In the paper every vector is within theta of its entry. With a smaller `capacity`, or behind a
+      method that evicts while decoding, whose entries stay until the row's next prompt ends, a book
+      may be full: further vectors are then read as another direction;
+      `kvjax.evaluation.overflow_share` says what share they are. Degrees are those of the graph
       (equation 10), where Algorithm 1 sums similarities. New tokens are encoded every `interval`
       steps, one after the other: a vector without a near entry becomes an entry, which later ones
       may refer to. The paper covers the remaining vectors anew, as it does a prompt, and has no

@@ -43,7 +43,8 @@ class SpindleKV(KVTransform):
       Both parts deviate as their own descriptions say. By default heads are not unfolded, which in
       the paper is the weaker form where query heads share keys. On the bundled model unfolding
       finds fewer needles (docs/results/costs.md, "Cost of every part"); on SmolLM2 both forms lose
-      about as much as the eviction alone, and `capacity=0.5` loses more (docs/results/studies.md).
+      about as much as the eviction alone, and `capacity=0.5` without unfolding loses more
+      (docs/results/studies.md).
     """
 
     reserve: float
