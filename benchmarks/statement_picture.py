@@ -38,20 +38,15 @@ def main() -> None:
     columns = sorted({key[1:] for key in scores_by_depth if key[0] == "snapkv"})
     depths = sorted({depth for by_depth in scores_by_depth.values() for depth in by_depth})
     figure, panels = pyplot.subplots(
-        2, len(METHODS) // 2, figsize=(11, 5.2), sharex=True, sharey=True, layout="constrained"
+        2, len(METHODS) // 2, figsize=(14, 5.4), sharex=True, sharey=True, layout="constrained"
     )
     for axes, method in zip(panels.flat, METHODS, strict=True):
-        scores = np.full((len(depths), len(columns)), np.nan)
-        for column, key in enumerate(columns):
-            if (method, *key) in scores_by_depth:
-                by_depth = scores_by_depth[method, *key]
-                scores[:, column] = [100 * by_depth[depth].mean for depth in depths]
-        # Fields without a prompt stay grey.
-        axes.patch.set_facecolor("0.85")
+        by_depth = [scores_by_depth[method, *column] for column in columns]
+        scores = [[100 * column[depth].mean for column in by_depth] for depth in depths]
         axes.pcolormesh(scores, norm=PERCENT, cmap="cividis", edgecolors="white")
         axes.set_title(method.replace("(", "\n("), fontsize=9)
         ticks = [f"{length:,}\n{budget:g}" for budget, length in columns]
-        axes.set_xticks(np.arange(len(columns)) + 0.5, ticks, fontsize=6.5)
+        axes.set_xticks(np.arange(len(columns)) + 0.5, ticks, fontsize=6)
         axes.set_yticks(np.arange(len(depths)) + 0.5, [f"{depth:g}" for depth in depths])
     panels[0, 0].invert_yaxis()
     figure.supxlabel("prompt tokens, and budget below", fontsize=9)
@@ -62,7 +57,7 @@ def main() -> None:
         label="words of the sentence found, %",
         shrink=0.8,
     )
-    figure.savefig(args.out, dpi=110)
+    figure.savefig(args.out, dpi=100)
 
 
 if __name__ == "__main__":
