@@ -187,7 +187,7 @@ def test_a_method_in_one_file_is_listed_and_exported(capsys, tmp_path):
     (tmp_path / "counts.py").write_text(COUNTS)
     assert main(["methods", "counts", "--import", str(tmp_path / "counts.py"), "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
-    assert listed["when"].startswith("The gist") and listed["page"] is None
+    assert listed["when"].startswith("Sentences") and listed["page"] is None
     assert listed["paper"] == "Counts, arXiv 0000.00000"
     transform = kvjax.parse("chain(counts, quantize)", budget=12)
     kvjax.testing.check(transform)
