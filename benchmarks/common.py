@@ -19,14 +19,15 @@ OPTIONS = {
     "model": "folder or GGUF file of the model",
     "data": "file of questions in SQuAD's format",
     "out": "file or folder to write to",
+    "cells": "file of the rows; the result's name and .cells.json",
 }
 
 
 def parser_of(doc: str | None, *options: str) -> argparse.ArgumentParser:
-    """Makes a benchmark's parser, which requires these options; `doc` is the module's docstring."""
+    """Makes the parser of a module with this docstring, which requires all options but `cells`."""
     parser = argparse.ArgumentParser(description=str(doc).splitlines()[0])
     for name in options:
-        parser.add_argument(f"--{name}", required=True, help=OPTIONS[name])
+        parser.add_argument(f"--{name}", required=name != "cells", help=OPTIONS[name])
     return parser
 
 
@@ -98,6 +99,11 @@ class Rows:
             found.pop("environment")
             if found != json.loads(json.dumps(about)):
                 raise ValueError(f"{path} has rows of another run: {found}")
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, about: dict[str, object]) -> Rows:
+        """Returns the rows of a run, which are in `--cells`, or in a file beside its result."""
+        return cls(args.cells or f"{args.out.removesuffix('.json')}.cells.json", about)
 
     def has(self, **key: object) -> bool:
         """Whether there is a row with these entries."""

@@ -154,11 +154,10 @@ def rank(predicted: Figures, losses: Figures, keys: Sequence[Key]) -> float | No
 
 def main() -> None:
     """Runs it."""
-    parser = parser_of(__doc__, "model", "out")
+    parser = parser_of(__doc__, "model", "out", "cells")
     parser.add_argument("--text", required=True, help="what prompts are cut from")
     parser.add_argument("--rows", type=int, default=8, help="prompts of each kind")
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--cells", help="file of the rows; the result's name and .cells.json")
     args = parser.parse_args()
     tokenizer = load_tokenizer(args.model)
     model = as_functional(from_pretrained(args.model, dtype="float32"))
@@ -167,10 +166,7 @@ def main() -> None:
         "model": Path(args.model).name, "text": Path(args.text).name, "rows": args.rows,
         "length": args.length, "new": NEW,
     }  # fmt: skip
-    rows = Rows(
-        args.cells or f"{args.out.removesuffix('.json')}.cells.json",
-        {"benchmark": "diagnose_order", "shape": shape},
-    )
+    rows = Rows.of(args, {"benchmark": "diagnose_order", "shape": shape})
     candidates = [("full", None), *itertools.product(METHODS, BUDGETS)]
     for part in PARTS:
         left = {

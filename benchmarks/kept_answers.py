@@ -237,7 +237,7 @@ def summary(rows: list[dict], text: str) -> dict[str, Any]:
 
 def main() -> None:
     """Runs it."""
-    parser = parser_of(__doc__, "model", "data", "out")
+    parser = parser_of(__doc__, "model", "data", "out", "cells")
     parser.add_argument("--text", required=True, help="what needles are hidden in")
     parser.add_argument("--sample", required=True, help="text from which the profile is made")
     parser.add_argument("--length", type=int, default=1408, help="tokens of a prompt at most")
@@ -246,7 +246,6 @@ def main() -> None:
     parser.add_argument("--no-single", action="store_true", help="no documents with one needle")
     parser.add_argument("--set", choices=tuple(SETS), default="frontier", help="compositions")
     parser.add_argument("--methods", nargs="+", help="compositions in place of a set")
-    parser.add_argument("--cells", help="file of the rows; the result's name and .cells.json")
     args = parser.parse_args()
     texts = list(args.methods or SETS[args.set])
     measure = Measure(args, texts)
@@ -266,7 +265,7 @@ def main() -> None:
         "benchmark": "kept_answers", "model": Path(args.model).name, "tokens": args.length,
         "passages": args.passages, "haystacks": args.haystacks,
     }  # fmt: skip
-    rows = Rows(args.cells or f"{args.out.removesuffix('.json')}.cells.json", about)
+    rows = Rows.of(args, about)
     for document in documents:
         key = {"kind": document.kind, "number": document.number}
         left = [each for each in ("full", "nothing", *texts) if not rows.has(method=each, **key)]

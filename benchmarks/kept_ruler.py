@@ -61,12 +61,11 @@ class Measure(Compositions):
 
 def main() -> None:
     """Runs it."""
-    parser = parser_of(__doc__, "model", "data", "out")
+    parser = parser_of(__doc__, "model", "data", "out", "cells")
     parser.add_argument("--text", required=True, help="what needles are hidden in")
     parser.add_argument("--sample", required=True, help="text from which the profile is made")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a prompt")
     parser.add_argument("--cases", type=int, default=2, help="of each task")
-    parser.add_argument("--cells", help="file of the rows; the result's name and .cells.json")
     args = parser.parse_args()
     measure = Measure(args)
     frame = Frame.of(measure.tokenizer, chat=False)
@@ -81,7 +80,7 @@ def main() -> None:
         "benchmark": "kept_ruler", "model": Path(args.model).name, "tokens": args.length,
         "cases": args.cases,
     }  # fmt: skip
-    rows = Rows(args.cells or f"{args.out.removesuffix('.json')}.cells.json", about)
+    rows = Rows.of(args, about)
     for number in range(args.cases):
         for task in tasks:
             case, key = task.cases[number], {"task": task.name, "number": number}

@@ -90,7 +90,7 @@ def worker(args: argparse.Namespace, text: str, tokens: int, piece: int | None) 
 
 def memory(args: argparse.Namespace) -> None:
     """Measures memory and seconds."""
-    rows = Rows(args.cells, {"benchmark": "long_documents_memory", "piece": PIECE, **about(args)})
+    rows = Rows.of(args, {"benchmark": "long_documents_memory", "piece": PIECE, **about(args)})
     for text, (tokens, piece) in itertools.product(METHODS, MEMORY):
         key = {"method": text, "tokens": tokens, "piece": piece}
         if rows.has(**key):
@@ -111,7 +111,7 @@ def needles(args: argparse.Namespace) -> None:
     from kvjax.evaluation import is_right
 
     named = {"benchmark": "long_documents_needles", "piece": args.piece, "slots": args.slots}
-    rows, text = Rows(args.cells, {**named, **about(args)}), Path(args.text).read_text()
+    rows, text = Rows.of(args, {**named, **about(args)}), Path(args.text).read_text()
     for length in args.lengths:
         sizes = {"slots": args.slots, "share": round(args.slots / (length - ROOM), 4)}
         texts = {FULL: FULL} | {name: text.format(**sizes) for name, text in ASKED.items()}
@@ -167,7 +167,7 @@ def about(args: argparse.Namespace) -> dict[str, str]:
 
 def main() -> None:
     """Runs it."""
-    parser = parser_of(__doc__, "model")
+    parser = parser_of(__doc__, "model", "cells")
     parser.add_argument("what", choices=("memory", "needles"))
     parser.add_argument("--text", required=True, help="documents, and what needles are hidden in")
     parser.add_argument("--sample", help="text from which profiles are made")
@@ -175,14 +175,12 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=3)
     parser.add_argument("--piece", type=int, default=PIECE, help="tokens of a piece, for needles")
     parser.add_argument("--slots", type=int, default=SLOTS, help="that needles' methods keep")
-    parser.add_argument("--cells", help="file of the rows; the result's name and .cells.json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--out")
     args = parser.parse_args()
     if args.worker is not None:
         worker(args, *json.loads(args.worker))
         return
-    args.cells = args.cells or f"{args.out.removesuffix('.json')}.cells.json"
     {"memory": memory, "needles": needles}[args.what](args)
 
 

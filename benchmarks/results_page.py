@@ -8,7 +8,7 @@ made from the folder NAME of `kvjax eval`, from the rows of `NAME.json`, or from
 methods on SmolLM2 at 2,048 tokens stand between `<!-- PANEL: METHOD BUDGET; ... -->` and `<!-- /
 -->`, where PANEL is `inside` or `after` (needles found, by where the question is) or `nats` (lost
 per token). `<!-- paired: METHOD BUDGET - METHOD BUDGET; ... -->` has differences of losses of the
-same texts. ` of NAME` behind PANEL adds the folder NAME, and ` of Qwen` takes Qwen's needles. Any
+same texts. ` of NAME` behind these words names another folder, and `Qwen` is Qwen's needles. Any
 other figure stands between `<!-- figure: NAME TEXT -->` and `<!-- / -->`. TEXT has
 expressions of Python in braces, with a format behind a colon, over what `NAME.json` has by name.
 `row(method="h2o")` is the one row of its lists with these values; of a folder of `kvjax eval`, it
@@ -99,7 +99,7 @@ KEPT_ANSWERS = (
 )  # fmt: skip
 
 TABLE = re.compile(r"(?s)(<!-- table: (\w+)(?: where ([^\n]+))? -->)\n.*?<!-- end -->")
-FIGURES = re.compile(r"<!-- (inside|after|nats|paired)( of \w+)?: (.*?) -->.*?<!-- / -->")
+FIGURES = re.compile(r"<!-- (inside|after|nats|paired)(?: of (\w+))?: (.*?) -->.*?<!-- / -->")
 FIGURE = re.compile(r"<!-- figure: (\w+) (.*?) -->(.*?)<!-- / -->")
 LIST = re.compile(r"(?s)^(.*)(# the (imports|papers) of methods, by [^\n]*)\n.*$")
 EXPRESSION = re.compile(r"\{(.*?)(?::([^{}:]*))?\}")
@@ -800,13 +800,14 @@ def main() -> None:
         return "\n".join([marker, *lines[:2], *chosen, "<!-- end -->"])
 
     def figured(match: re.Match[str]) -> str:
-        kind, model, methods = match.groups(default="")
+        kind, name, methods = match.groups(default="")
+        named = [folders[{"Qwen": "short_needles_qwen"}.get(name, name)]] if name else []
         if kind == "paired":
-            text = paired(methods, [folders[folder] for folder in (LOSS, *model[4:].split())])
+            text = paired(methods, [folders[LOSS], *named])
         else:
-            results = [folders["short_needles_qwen"]] if model else measured
-            text = figures(kind, methods, results)
-        return f"<!-- {kind}{model}: {methods} -->{text}<!-- / -->"
+            text = figures(kind, methods, named or measured)
+        mark = f"{kind} of {name}" if name else kind
+        return f"<!-- {mark}: {methods} -->{text}<!-- / -->"
 
     def computed(match: re.Match[str]) -> str:
         text = figure(match[1], match[2], folders)

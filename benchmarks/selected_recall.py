@@ -42,12 +42,11 @@ METHODS = {  # by what they are called; each has all budgets in turn
 
 def main() -> None:
     """Runs it."""
-    parser = parser_of(__doc__, "model", "out")
+    parser = parser_of(__doc__, "model", "out", "cells")
     parser.add_argument("--text", required=True, help="what needles are hidden in")
     parser.add_argument("--sample", required=True, help="text from which InfiniGen calibrates")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8_000, 32_000])
     parser.add_argument("--budgets", type=int, nargs="+", default=[256, 512, 1024, 2048])
-    parser.add_argument("--cells", help="file of the rows; the result's name and .cells.json")
     args = parser.parse_args()
     model, tokenizer = from_pretrained(args.model, dtype="float32"), load_tokenizer(args.model)
     functional, text = as_functional(model), Path(args.text).read_text()
@@ -56,7 +55,7 @@ def main() -> None:
         "benchmark": "selected_recall", "model": Path(args.model).name, "steps": STEPS,
         "first_layer": FIRST_LAYER,
     }  # fmt: skip
-    rows = Rows(args.cells or f"{args.out.removesuffix('.json')}.cells.json", about)
+    rows = Rows.of(args, about)
     # What InfiniGen learns does not depend on the budget.
     methods = {name: kvjax.calibrated(text, model, sample) for name, text in METHODS.items()}
     for length in args.lengths:

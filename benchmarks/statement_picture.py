@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 from common import parser_of
 from matplotlib import pyplot
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
 
 from kvjax.evaluation import read_results
+from kvjax.evaluation.report.plots import depth_bins, draw_heat_map
 
 FOLDER = Path(__file__).resolve().parent / "results" / "qwen" / "statement_qwen"
 METHODS = (
@@ -24,40 +22,22 @@ METHODS = (
     "kvmerger(epsilon=0.75)", "kvmerger", "kvcrush(snapkv)", "spindlekv",
     "cam(streaming_llm)", "clusterkv",
 )  # fmt: skip
-PERCENT = Normalize(0, 100)
 
 
 def main() -> None:
     """Draws it."""
     args = parser_of(__doc__, "out").parse_args()
-    scores_by_depth = {
-        (row.method, row.budget, row.length): row.depths
-        for row in read_results(FOLDER).rows()
-        if row.depths is not None
-    }
-    columns = sorted({key[1:] for key in scores_by_depth if key[0] == "snapkv"})
-    depths = sorted({depth for by_depth in scores_by_depth.values() for depth in by_depth})
+    rows = read_results(FOLDER).rows()
+    bins = depth_bins(rows)
     figure, panels = pyplot.subplots(
-        2, len(METHODS) // 2, figsize=(14, 5.4), sharex=True, sharey=True, layout="constrained"
+        3, len(METHODS) // 3, figsize=(14, 9), sharey=True, layout="constrained"
     )
     for axes, method in zip(panels.flat, METHODS, strict=True):
-        by_depth = [scores_by_depth[method, *column] for column in columns]
-        scores = [[100 * column[depth].mean for column in by_depth] for depth in depths]
-        axes.pcolormesh(scores, norm=PERCENT, cmap="cividis", edgecolors="white")
-        axes.set_title(method.replace("(", "\n("), fontsize=9)
-        ticks = [f"{length:,}\n{budget:g}" for budget, length in columns]
-        axes.set_xticks(np.arange(len(columns)) + 0.5, ticks, fontsize=6)
-        axes.set_yticks(np.arange(len(depths)) + 0.5, [f"{depth:g}" for depth in depths])
-    panels[0, 0].invert_yaxis()
-    figure.supxlabel("prompt tokens, and budget below", fontsize=9)
-    figure.supylabel("depth of the sentence (0: start)", fontsize=9)
-    figure.colorbar(
-        ScalarMappable(PERCENT, "cividis"),
-        ax=panels,
-        label="words of the sentence found, %",
-        shrink=0.8,
-    )
-    figure.savefig(args.out, dpi=100)
+        by_column = {(row.budget, row.length): row for row in rows if row.method == method}
+        columns = sorted(by_column)
+        draw_heat_map(axes, columns, bins, [by_column[column] for column in columns])
+        axes.set_title(method)
+    figure.savefig(args.out, dpi=80)
 
 
 if __name__ == "__main__":

@@ -227,12 +227,12 @@ def _heat_map(results: Results, method: str) -> Figure | None:
     figure, panels = _panels(len(keys), size, title)
     for axes, key in zip(panels, keys, strict=True):
         shown = [method_rows.get((*key, *column)) for column in columns]
-        _draw_heat_map(axes, columns, bins[key[0]], shown)
+        draw_heat_map(axes, columns, bins[key[0]], shown)
         axes.set_title(panel_name(*key))
     return figure
 
 
-def _draw_heat_map(
+def draw_heat_map(
     axes: Axes,
     columns: Sequence[tuple[int | float | None, int]],
     bins: Sequence[tuple[str, float, float]],
