@@ -164,8 +164,8 @@ def kmeans(
 
 
 def tokens_per_cluster(length: int, budget: int) -> int:
-    """As many clusters as slots, halves up; no larger than a twelfth of them, at least 8."""
-    return max(min(math.floor(length / max(budget, 1) + 0.5), budget // 12), 8)
+    """As many clusters as slots, halves up; no larger than a twelfth of them, and from 8 to 24."""
+    return max(min(math.floor(length / max(budget, 1) + 0.5), budget // 12, 24), 8)
 
 
 def rounded(count: int, size: float) -> int:

@@ -26,9 +26,9 @@ from kvjax.transforms.random import check_seed, layer_key, uniform
 from kvjax.transforms.recall import Recall, of_lists
 from pallas_kernels.base.varying import varying
 
-# Default size of clusters: a budget holds at least RECALLED of them, unless they would then have
-# fewer than SMALLEST tokens.
-RECALLED, SMALLEST = 12, 8
+# Default size of clusters: between SMALLEST and LARGEST tokens, and a budget holds at least RECALLED
+# of them where they need not be smaller than that.
+RECALLED, SMALLEST, LARGEST = 12, 8, 24
 # Sort keys of slots at a prompt's end: slots of clusters that stay have their stored slot number,
 # slots of new clusters beside them have BEHIND and the cluster's number, and free slots have LAST.
 BEHIND, LAST = np.int32(2**30), np.int32(2**31 - 1)
@@ -65,7 +65,7 @@ class ClusterKV(Recall):
       tokens_per_cluster: a chunk of n tokens has `round(n / tokens_per_cluster)` clusters. The
         paper has 80, for prompts of 32,768 tokens. None: `L / budget` for a prompt of L tokens, so
         that a step reads about as many centroids as slots. That is limited to a twelfth of the
-        budget, so that a small budget recalls several clusters too, and is at least 8.
+        budget, so that a small budget recalls several clusters too, and to between 8 and 24.
       sinks: first tokens, which are in no cluster and are always attended to; 16 as in the paper.
       interval: generated tokens of a row that are clustered together; 320 as in the paper.
       new_clusters: clusters made of them each time, 4 in the paper. None: clusters of the same size
@@ -380,7 +380,7 @@ class ClusterKV(Recall):
         """Returns the tokens per cluster of rows with these prompt lengths and budgets."""
         if self.tokens_per_cluster is not None:
             return 0 * budget + self.tokens_per_cluster
-        most = (budget // RECALLED).clip(SMALLEST)
+        most = (budget // RECALLED).clip(SMALLEST, LARGEST)
         clusters = budget.clip(1).clip(max=length.clip(1))
         return _rounded(length, clusters).clip(SMALLEST).clip(max=most)
 
