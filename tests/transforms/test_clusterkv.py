@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -250,6 +251,13 @@ def test_clusters_follow_the_budget_and_the_length_of_each_row():
     of_chunks = [102 + 26, 114 + 6, 13]
     assert first.number[:, 0].tolist() == of_chunks
     assert (last.number[:, 0] - np.array(of_chunks)).tolist() == [3, 4, 4]
+
+
+def test_the_default_size_of_clusters_has_three_bounds():
+    lengths, budgets = np.array([1, 90, 1280, 2000, 8000, 32000]), np.array([17, 120, 400, 2048])
+    for length, budget in itertools.product(lengths, budgets):
+        size = ClusterKV(int(budget))._per_cluster(length, budget)
+        assert size == reference.tokens_per_cluster(int(length), int(budget))
 
 
 @slow

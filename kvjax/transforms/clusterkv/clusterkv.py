@@ -26,8 +26,8 @@ from kvjax.transforms.random import check_seed, layer_key, uniform
 from kvjax.transforms.recall import Recall, of_lists
 from pallas_kernels.base.varying import varying
 
-# Default size of clusters: between SMALLEST and LARGEST tokens, and a budget holds at least RECALLED
-# of them where they need not be smaller than that.
+# Default size of clusters: from SMALLEST to LARGEST tokens, such that a budget holds at least
+# RECALLED of them unless they would have fewer than SMALLEST.
 RECALLED, SMALLEST, LARGEST = 12, 8, 24
 # Sort keys of slots at a prompt's end: slots of clusters that stay have their stored slot number,
 # slots of new clusters beside them have BEHIND and the cluster's number, and free slots have LAST.
