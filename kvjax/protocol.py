@@ -52,7 +52,7 @@ Phase = Literal["prompt", "probe", "decode"]
 Moment = Literal["prompt", "flush", "step"]
 GroupReduce = Literal["mean", "max", "sum"]
 Situation = Literal[
-    "lossless", "later", "document", "now", "endless", "gist", "baseline", "composed"
+    "lossless", "later", "document", "now", "endless", "sentences", "baseline", "composed"
 ]
 
 PASSED = "passed"  # the column in which a transform marks prompt tokens that go to the next layer

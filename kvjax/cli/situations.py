@@ -30,7 +30,7 @@ HEADINGS: dict[Situation | None, str] = {
     "document": "A document is read once and asked about later, and most tokens may go.",
     "now": "The question ends the prompt, and everything else may go.",
     "endless": "The model writes much, or the text has no end.",
-    "gist": "Sentences are asked for, and no numbers; the question is in the prompt.",
+    "sentences": "Sentences are asked for, and no numbers; the question is in the prompt.",
     "baseline": "Others are compared with it.",
     "composed": "Methods have to be composed.",
     None: "Registered here.",

@@ -136,7 +136,8 @@ class Chelsea(Learner):
 
     learns = ("outlier_heads", OutlierHeads)
     card = Card(
-        acts="prompt, whenever the cache is full", paper="Chelsea, arXiv 2506.11418", when="gist",
+        acts="prompt, whenever the cache is full", paper="Chelsea, arXiv 2506.11418",
+        when="sentences",
         small={"chunk": 8, "sinks": 2, "recent": 4, "interval": 3},
         unscored=("interval", "ratio_0", "decay", "steps", "floor", "keep_layers"),
     )  # fmt: skip

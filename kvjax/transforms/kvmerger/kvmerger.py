@@ -109,7 +109,7 @@ class KVMerger(Unmerged):
     value_scale: Literal["log_mass", "paper", "none"] = "log_mass"
     seed: int = 0
 
-    card = Card(acts="prompt", paper="KVMerger, arXiv 2407.08454", when="gist")
+    card = Card(acts="prompt", paper="KVMerger, arXiv 2407.08454", when="sentences")
 
     @property
     def needs(self) -> Needs:
