@@ -38,7 +38,7 @@ for version in ${PYTHONS:-3.11 3.12 3.13}; do
         nightly) wanted=(--pre --extra-index-url "${NIGHTLY:?}" jax jaxlib) ;;
         *) wanted=("jax==$jax") ;;
       esac
-      "$folder/$name/bin/pip" install -q "${wanted[@]}" -e '.[eval,gguf]' build hypothesis optax pytest pytest-xdist &&
+      "$folder/$name/bin/pip" install -q "${wanted[@]}" -e '.[eval,export,gguf]' build hypothesis optax pytest pytest-xdist &&
         JAX_COMPILATION_CACHE_DIR=$folder/compiled-$jax "$folder/$name/bin/python" -m pytest -q "$@"
     } >"$folder/$name.log" 2>&1 || failed=1
     echo "$name: $(tail -n 1 "$folder/$name.log")"

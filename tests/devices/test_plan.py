@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from jax.sharding import AbstractMesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -22,6 +21,7 @@ from kvjax.models import DecoderConfig, RopeConfig, abstract_decoder, random_dec
 from kvjax.models.shapes import shape_config
 from kvjax.registry import METHODS
 from tests.support.gguf_models import add_sizes, gguf_names
+from tests.support.hf_models import pytorch
 from tests.support.marks import slow, some_slow
 
 LAYERS, HEADS = 3, 2
@@ -232,7 +232,7 @@ def test_a_gguf_file_is_planned_by_its_header(capsys, tmp_path, name):
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=12, num_attention_heads=32,
         num_key_value_heads=8, vocab_size=32000, max_position_embeddings=4096,
     )  # fmt: skip
-    with torch.device("meta"):
+    with pytorch().device("meta"):
         weights = LlamaForCausalLM(config).state_dict()
     count, name_of = sum(x.numel() for x in weights.values()), gguf_names("llama", 12)
     writer = gguf.GGUFWriter(tmp_path / name, "llama")

@@ -16,7 +16,7 @@ import re
 import numpy as np
 import pytest
 import transformers
-from transformers import cache_utils, masking_utils, modeling_rope_utils
+from transformers import modeling_rope_utils
 
 from kvjax.models import from_pretrained, read_config
 from kvjax.models.families import FAMILIES
@@ -368,6 +368,9 @@ NO_OPTIONS = {
 
 @pytest.mark.parametrize("family", BASES)
 def test_every_option_that_transformers_reads_is_in_this_file(family):
+    pytorch()  # which the modules import
+    from transformers import cache_utils, masking_utils
+
     config_class = type(transformers.AutoConfig.for_model(family))
     name = config_class.__module__.split(".")[-2]
     modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
