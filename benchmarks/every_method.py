@@ -16,6 +16,7 @@ Python code, and LongBench's files.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shlex
@@ -58,7 +59,7 @@ HIDDEN = (
     "spindlekv", "spindlekv(unfold=True)", "clusterkv", "quest(spread=None)",
 )  # fmt: skip
 SIX = ("streaming_llm", "h2o", "snapkv", "kvmerger", "clusterkv", "quest")
-BUDGETS = "0.1,0.2,0.5"
+BUDGETS = "0.1,0.2,0.5"  # unless a part says otherwise
 # The memory of one prompt is kept for the next: a third of the time would go into page faults.
 ALLOCATOR = {
     "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "1073741824",
@@ -70,8 +71,8 @@ NEEDLES = ("niah_single_2", "niah_multikey_1")
 Parts = dict[str, list[str]]
 
 
-def run(
-    tasks: Sequence[str], methods: str, lengths: str, cases: int, *rest: str, budget: str = BUDGETS
+def arguments(
+    tasks: Sequence[str], methods: str, lengths: str, cases: int, *rest: str, budget: str
 ) -> list[str]:
     """Returns arguments of `kvjax eval` but the model's and the folder's."""
     return [
@@ -82,6 +83,7 @@ def run(
 
 def smollm2(args: argparse.Namespace) -> Parts:
     """Returns the parts of SmolLM2-135M-Instruct, by name."""
+    run = functools.partial(arguments, budget=args.budget)
     every, six, options = ",".join(METHODS), ",".join(SIX), ",".join(OPTIONS)
     essays, wiki = ["--text", args.text], ["--text", args.wikitext]
     short, chat = ("--max-new", "16"), ("--max-new", "32", "--chat")
@@ -102,6 +104,7 @@ def smollm2(args: argparse.Namespace) -> Parts:
 
 def qwen(args: argparse.Namespace) -> Parts:
     """Returns the parts of Qwen2.5-Coder-0.5B-Instruct, by name."""
+    run = functools.partial(arguments, budget=args.budget)
     every, six, options = ",".join(METHODS), ",".join(SIX), ",".join(OPTIONS)
     essays, wiki = ["--text", args.text], ["--text", args.wikitext]
     # These take a pass over the prompt for themselves.
@@ -145,6 +148,7 @@ def main() -> None:
     parser.add_argument("--squad", default="", help="questions in SQuAD's format (qwen)")
     parser.add_argument("--code", default="", help="text of Python code (qwen)")
     parser.add_argument("--cases", type=int, default=50, help="per task and question (qwen)")
+    parser.add_argument("--budget", default=BUDGETS, help="budgets of the parts with every method")
     parser.add_argument("--only", metavar="NAME", nargs="+", help="parts to run")
     args = parser.parse_args()
     out, every = Path(args.out), SUITES[args.suite](args)
