@@ -165,7 +165,7 @@ class Counts(PromptBudget):
     """Keeps the newest tokens, and counts prompts."""
     budget: Budget
     minimum = 1
-    card = Card(acts="prompt", when="gist", paper="Counts, arXiv 0000.00000")
+    card = Card(acts="prompt", when="sentences", paper="Counts, arXiv 0000.00000")
 
     def __post_init__(self):
         check_budget(self.budget, self.minimum, "one token")
