@@ -548,12 +548,15 @@ def page_recall(result: dict[str, Any]) -> str:
 
 def selected_recall(rows: Sequence[dict[str, Any]]) -> str:
     """Returns a table of the most attended tokens that a step reads, by `selected_recall.py`."""
-    budgets = list(dict.fromkeys(row["budget"] for row in rows))
-    cells: dict[tuple[int, str], list[str]] = {}
+    budgets = sorted({row["budget"] for row in rows})
+    cells: dict[tuple[int, str], dict[int, str]] = {}
     for row in rows:
         shown = f"{100 * row['recall']:.0f} % / {row['error']:.2f}"
-        cells.setdefault((row["tokens"], row["method"]), []).append(shown)
-    lines = [[f"{tokens:,}", f"`{method}`", *shown] for (tokens, method), shown in cells.items()]
+        cells.setdefault((row["tokens"], row["method"]), {})[row["budget"]] = shown
+    lines = [
+        [f"{tokens:,}", f"`{method}`", *(by_budget.get(budget, "") for budget in budgets)]
+        for (tokens, method), by_budget in cells.items()
+    ]
     return markdown(["tokens", "method", *(f"{budget:,}" for budget in budgets)], lines)
 
 
@@ -585,17 +588,20 @@ def gpu_loops(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -
 
 def step_times(rows: Sequence[dict[str, Any]]) -> str:
     """Times of a step by `step_times.py`, a row for each method."""
-    lengths = list(dict.fromkeys(row["tokens"] for row in rows))
-    by_method: dict[str, list[str]] = {}
+    lengths = sorted({row["tokens"] for row in rows})
+    by_method: dict[str, dict[int, tuple[str, str]]] = {}
     for row in rows:
         median, low, high = row["of_full"]
         cells = f"{row['milliseconds']:.1f}", f"{median:.2f} ({low:.2f} to {high:.2f})"
-        by_method.setdefault(row["method"], []).extend(cells)
+        by_method.setdefault(row["method"], {})[row["tokens"]] = cells
     headings = [
         heading for length in lengths
         for heading in (f"ms after {length:,} tokens", f"of full, {length:,}")
     ]  # fmt: skip
-    lines = [[f"`{method}`", *cells] for method, cells in by_method.items()]
+    lines = [
+        [f"`{method}`", *(cell for length in lengths for cell in by_length.get(length, ("", "")))]
+        for method, by_length in by_method.items()
+    ]
     return markdown(["method", *headings], lines)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import re
 import subprocess
@@ -108,6 +109,26 @@ def test_paired_differences_are_of_the_same_texts():
     assert figure == round(mean, 3)
     # A bootstrap's interval of 30 texts is close to the normal one.
     assert high - low == pytest.approx(2 * 1.96 * deviation / len(chelsea) ** 0.5, rel=0.1)
+
+
+def test_columns_of_tables_do_not_depend_on_the_order_of_rows(monkeypatch):
+    """A run that goes on appends its rows, whatever their budgets and lengths."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    results_page = importlib.import_module("results_page")
+    read = [
+        {"tokens": tokens, "budget": budget, "method": "quest", "recall": 0.1, "error": budget}
+        for tokens, budget in ((8000, 256), (8000, 512), (32000, 512), (32000, 256))
+    ]
+    lines = results_page.selected_recall(read).splitlines()
+    assert [line.split("|")[3:5] for line in lines[2:]] == [
+        [" 10 % / 256.00 ", " 10 % / 512.00 "]
+    ] * 2
+    steps = [
+        {"tokens": tokens, "method": method, "milliseconds": tokens, "of_full": (1.0, 1.0, 1.0)}
+        for method, tokens in (("full", 2048), ("full", 7900), ("quest", 7900), ("quest", 2048))
+    ]
+    lines = results_page.step_times(steps).splitlines()
+    assert [line.split("|")[2:5:2] for line in lines[2:]] == [[" 2048.0 ", " 7900.0 "]] * 2
 
 
 def without_published(text: str) -> str:

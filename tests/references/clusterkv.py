@@ -164,7 +164,7 @@ def kmeans(
 
 
 def tokens_per_cluster(length: int, budget: int) -> int:
-    """As many clusters as slots, halves up; no larger than a twelfth of them, and from 8 to 24."""
+    """Returns the size of as many clusters as slots: 8 to 24, at most a twelfth of the slots."""
     return max(min(math.floor(length / max(budget, 1) + 0.5), budget // 12, 24), 8)
 
 
