@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kvjax.attention.all_heads import method_for_all
 from kvjax.attention.attend import attend, begin_document
 from kvjax.attention.flush import flush, flush_interval
 from kvjax.attention.init_cache import init_cache
+from kvjax.attention.joined_heads import method_for_all
 from kvjax.attention.layer import Cache, LayerCache, Reading, layer_caches
 from kvjax.cache.rope import Rope
 from kvjax.compose.bind import bind

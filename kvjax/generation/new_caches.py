@@ -10,8 +10,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
-from kvjax.attention.all_heads import AllHeads, all_heads_of
 from kvjax.attention.init_cache import init_cache
+from kvjax.attention.joined_heads import AllHeads, all_heads_of
 from kvjax.attention.layer import Cache, LayerCache, layer_caches, map_parts
 from kvjax.attention.parts import placed
 from kvjax.budgets.layers import layers_of

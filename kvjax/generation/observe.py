@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jaxtyping import Array, Int
 
-from kvjax.attention.all_heads import (
+from kvjax.attention.joined_heads import (
     AllHeads,
     all_heads_of,
     can_join,

@@ -229,27 +229,26 @@ def _score_kernel(q, centroids, sizes, score, *, tile: int, reduce: GroupReduce 
     channel = jnp.arange(power_of_two(channels), dtype=jnp.int32)
     there, is_channel = cluster < clusters, channel < channels
 
-    def load(ref, row, is_row):
-        cell, wanted = (row[:, None], channel[None, :]), is_row[:, None] & is_channel[None, :]
-        rows = route.load(ref.at[cell], mask=wanted, other=zero(ref.dtype))
-        return rows.astype(jnp.float32)
-
     # Centroids of empty clusters are read too: waiting for the sizes first would take longer.
-    centroid = load(centroids, cluster, there)
+    cell, wanted = (cluster[:, None], channel[None, :]), there[:, None] & is_channel[None, :]
+    centroid = route.load(centroids.at[cell], mask=wanted, other=zero(centroids.dtype))
+    centroid = centroid.astype(jnp.float32)
     size = route.load(sizes.at[cluster], mask=there, other=NONE)
-    head = jnp.arange(power_of_two(group), dtype=jnp.int32)
 
-    def scores(chosen):
-        """Returns scores for the sum of the chosen queries."""
+    def query(g):
+        row = route.load(q.at[g, channel], mask=is_channel, other=zero(q.dtype))
+        return row.astype(jnp.float32)
+
+    def scores(query):
         # A matrix unit would pad this one query to 16, which takes longer than adding up here.
-        product = (centroid * load(q, head, chosen).sum(0)[None, :]).sum(1)
+        product = (centroid * query[None, :]).sum(1)
         # Every cluster must have a rank of its own, or places of the order are never written.
         return jnp.where(product == product, product, jnp.inf)
 
     if reduce == "mean":
-        per_ranking = [scores(head < group) / group]
+        per_ranking = [scores(sum(map(query, range(group))) / group)]
     else:
-        per_ranking = [scores(head == g) for g in range(group)]
+        per_ranking = [scores(query(g)) for g in range(group)]
     if reduce == "max":
         per_ranking = [functools.reduce(jnp.maximum, per_ranking)]
     for g, product in enumerate(per_ranking):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.attention.all_heads import can_join
+from kvjax.attention.joined_heads import can_join
 from kvjax.compiled_code import clear_compiled_functions
 from kvjax.generation import groups, observe, prompt_pass
 from kvjax.generation.observe import slots_together
