@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,7 +34,8 @@ from common import parser_of
 from device_page import device_tables
 from tables import markdown
 
-from kvjax.cli.situations import SITUATIONS
+import kvjax
+from kvjax.cli.situations import SITUATIONS, examples_for
 from kvjax.evaluation import Estimate, Results, Row, read_results
 from kvjax.evaluation.tasks.squad import SQUAD
 
@@ -52,29 +54,6 @@ CHOSEN = (
     "chain(quantize, clusterkv)",
 )  # fmt: skip
 """The methods of the table in RESULTS.md; docs/results has all of them."""
-
-FOUND = {
-    # arguments of `kvjax generate` in a situation → the row of the results, and what is said of it
-    "--method snapkv --budget 0.5": (("snapkv", 0.5), "{found} with {share} of the bytes"),
-    "--method clusterkv --budget 0.1": (("clusterkv", 0.1), "{found}; a step looks at a tenth"),
-    '--method "chain(quantize, clusterkv)" --budget 0.2': (
-        ("chain(quantize, clusterkv)", 0.2), "{found} with {share} of the bytes",
-    ),
-    '--method "by_head(chain(own_queries, quantize(bits=4, group=64)))" --budget 0.19': (
-        ("by_head(chain(own_queries(budget=0.19, room=96), quantize(bits=4, group=64)))", None),
-        "- / {single}, and {prose} % of the prose, with {bytes} % of bfloat16's bytes",
-    ),
-    '--method "chain(clusterkv, offload)" --budget 0.1': (
-        ("clusterkv", 0.1), "as `clusterkv`; keys and values in host memory",
-    ),
-    "--method quantize": (
-        ("quantize", None), "{found} with {share} of the bytes, in 8 bits",
-    ),
-    "--method streaming_llm --budget 1024": (
-        ("streaming_llm", 0.5), "what the window holds: {found} at 0.5",
-    ),
-}  # fmt: skip
-"""Figures of `SITUATIONS` in README.md's table: needles found, inside / after."""
 
 FIRST = {
     "full": ("full", None),
@@ -299,7 +278,7 @@ def first(results: Sequence[Results]) -> str:
 
     def answered(candidate: tuple[str, float | None], place: str) -> str:
         row = found.get((candidate, place))
-        return f"{100 * row.score.mean:.0f} %" if row else ""
+        return percent(row) if row else ""
 
     lines = []
     for method, candidate in FIRST.items():
@@ -310,31 +289,41 @@ def first(results: Sequence[Results]) -> str:
             *(answered(candidate, place) for place in ("inside", "after")),
         ])  # fmt: skip
     headings = [
-        "", "cache", "a step", "a step after 7,900 tokens", "needles found, question inside",
+        "", "cache", "a step", "a step after 7,900 tokens", "needles, %, question inside",
         "after",
     ]  # fmt: skip
     return markdown(headings, lines)
 
 
 def situations(results: Sequence[Results]) -> str:
-    """Methods by situation, of `SITUATIONS`, with what they find (`FOUND`)."""
+    """Options of `kvjax generate` by situation, from the methods' cards, with what they find."""
     rows_found = (row for each in results for row in each.rows() if row.task == NEEDLE)
     found = {(row.candidate, row.question): row for row in rows_found}
-    kept = {row["method"]: row for row in read("kept_answers_qwen")["rows"] if "bytes" in row}
+    # The budget of such a row is in its method, and its room that of the questions asked.
+    answers = (row for row in read("kept_answers_qwen")["rows"] if "bytes" in row)
+    kept = {
+        kvjax.unparse(kvjax.parse(row["method"].replace(", room=96", ""))): row for row in answers
+    }
     lines = []
-    for situation, arguments in SITUATIONS.items():
-        candidate, said = FOUND[arguments]
-        rows = [found.get((candidate, place)) for place in ("inside", "after")]
-        each = (f"{100 * row.score.mean:.0f}" if row else "-" for row in rows)
-        names = {"found": " / ".join(each) + " %", "share": f"{share(rows)} %"}
-        if (row := kept.get(candidate[0])) is not None:
-            cases = row["single"]["cases"]
-            names["single"] = f"{cases * row['single']['mean']:.0f} of {cases}"
-            names["prose"] = f"{row['recovery']['mean']:.0f}"
-            names["bytes"] = f"{100 * row['bytes']:.0f}"
-        told = said.format(**names)
-        lines.append([situation, f"`{arguments}`", told])
-    headings = ["situation", "`kvjax generate` with", "Qwen's needles, question inside / after"]
+    for situation, heading in SITUATIONS.items():
+        for example in examples_for(situation):
+            _, method, *budget = shlex.split(example)
+            budget = json.loads(budget[1]) if budget else None
+            offloaded = re.sub(r"chain\((\w+), offload\)", r"\1", method)  # changes no answer
+            rows = (found.get(((offloaded, budget), place)) for place in ("inside", "after"))
+            inside, after = (percent(row) if row else "" for row in rows)
+            prose = size = ""
+            if row := kept.get(kvjax.unparse(kvjax.parse(method, budget))):
+                single, recovery = row["single"], row["recovery"]
+                after = after or in_percent(single["mean"], single["low"], single["high"])
+                prose = f"{recovery['mean']:.0f} ({recovery['low']:.0f} to {recovery['high']:.0f})"
+                size = f"{100 * row['bytes']:.0f}"
+            lines.append([heading, f"`{example}`", inside, after, prose, size])
+            heading = ""
+    headings = [
+        "situation", "`kvjax generate` with", "needles, %, question inside", "asked after",
+        "prose, %, asked after", "bytes, %",
+    ]  # fmt: skip
     return markdown(headings, lines)
 
 
@@ -488,10 +477,9 @@ def recall_answers(rows: Sequence[dict[str, Any]]) -> str:
     by_method: dict[str, dict[str, str]] = {}
     for row in rows:
         share = budget.search(row["method"])
-        prose, found = row["recovery"], row["several"]["mean"]
-        cell = (
-            f"{prose['mean']:.0f} ({prose['low']:.0f} to {prose['high']:.0f}) / {100 * found:.0f}"
-        )
+        prose, found = row["recovery"], row["several"]
+        needles = in_percent(found["mean"], found["low"], found["high"])
+        cell = f"{prose['mean']:.0f} ({prose['low']:.0f} to {prose['high']:.0f}) / {needles}"
         name = budget.sub("", row["method"]).replace("()", "")
         by_method.setdefault(name, {})[share[1] if share else "1.0"] = cell
     shares = sorted({share for cells in by_method.values() for share in cells}, key=float)

@@ -68,7 +68,8 @@ class Card:
     Args:
       acts: when it acts, such as "prompt, every step".
       paper: its name there and the arXiv number, or the conference.
-      when: the situation in which to take it, a key of `kvjax.cli.situations.HEADINGS`.
+      when: the situation in which to take it, a key of `kvjax.cli.situations.SITUATIONS`.
+      examples: options of `kvjax generate` with which to take it.
       small: arguments with which it has something to do in a prompt of 24 tokens, for tests, which
         set `budget` to 12 and `dense_layers` to none themselves.
       unscored: parameters that change no score, so that a profile of heads (`ByHead`) serves all.
@@ -86,6 +87,7 @@ class Card:
     acts: str = ""
     paper: str = ""
     when: Situation | None = None
+    examples: tuple[str, ...] = ()
     small: Mapping[str, Any] = field(default_factory=dict)
     unscored: tuple[str, ...] = ()
     profiled_by: type[KVTransform] | None = None
@@ -1044,7 +1046,7 @@ def check_transform(transform: object, where: str) -> None:
 @named("full")
 @dataclass(frozen=True)
 class Full(KVTransform):
-    """The full cache: keeps every token. The identity, and what everything is compared with.
+    """Keeps every token; all other methods are compared with it.
 
     Example:
       >>> import kvjax

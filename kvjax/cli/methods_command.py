@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kvjax.cli.situations import HEADINGS, SITUATIONS, methods_for, page
+from kvjax.cli.situations import SITUATIONS, examples_for, methods_for, page
 from kvjax.compose.chain import chain
 from kvjax.messages import brief, did_you_mean
 from kvjax.protocol import KVTransform
@@ -75,7 +75,7 @@ def _one(name: str) -> dict[str, Any]:
     """
     known = METHODS | WRAPPERS | STORAGE
     if name == "chain":
-        about = {"name": name, "when": HEADINGS["composed"], "page": page(name)}
+        about = {"name": name, "when": SITUATIONS["composed"], "page": page(name)}
         return {**about, "parameters": [], "summary": _summary(chain), "paper": ""}
     if name not in known:
         names = (*known, "chain")
@@ -83,7 +83,7 @@ def _one(name: str) -> dict[str, Any]:
             f"there is no method {brief(name)}{did_you_mean(name.partition('(')[0], names)} "
             "(see kvjax methods)"
         )
-    about = {"name": name, "when": HEADINGS[known[name].card.when], "page": page(name)}
+    about = {"name": name, "when": SITUATIONS[known[name].card.when], "page": page(name)}
     return {**about, **_description(known[name])}
 
 
@@ -111,13 +111,9 @@ def _arguments(doc: str) -> dict[str, str]:
 
 def _show_all(console: Console) -> None:
     """Prints which method to take, and all names with what they do."""
-    console.print(Text("Which method? kvjax generate with", style="bold"))
-    for text, arguments in SITUATIONS.items():
-        console.print(Text(text))
-        console.print(Padding(Text(arguments, style="green"), (0, 0, 0, 2)))
     known = METHODS | WRAPPERS | STORAGE | {"chain": chain}
     width = max(map(len, known)) + 2
-    for situation, heading in HEADINGS.items():
+    for situation, heading in SITUATIONS.items():
         names = methods_for(situation)
         if not names:
             continue
@@ -126,10 +122,14 @@ def _show_all(console: Console) -> None:
         table.add_column(overflow="fold")
         for name in names:
             table.add_row(Text(f"  {name}"), Text(_summary(known[name])))
-        console.print(Text(f"\n{heading}", style="bold"))
+        console.print(Text(heading, style="bold"))
+        for example in examples_for(situation):
+            line = Text(f"kvjax generate {example}", style="green")
+            console.print(Padding(line, (0, 0, 0, 2)))
         console.print(table)
+        console.print()
     console.print(
-        "\nkvjax methods NAME has parameters, page and paper. A budget is a number of slots per "
+        "kvjax methods NAME has parameters, page and paper. A budget is a number of slots per "
         "KV head (256) or a share of the prompt (0.2). kvjax.register and --import MODULE add "
         "methods of your own.",
         markup=False,
@@ -144,9 +144,9 @@ def _show(console: Console, description: Mapping[str, Any]) -> None:
     if description["when"]:
         console.print(Text(f"\nWhen: {description['when']}"))
     named = re.compile(rf"\b{name}\b")
-    for arguments in SITUATIONS.values():
-        if named.search(arguments):
-            console.print(Text(f"kvjax generate {arguments}", style="green"))
+    for example in (each for situation in SITUATIONS for each in examples_for(situation)):
+        if named.search(example):
+            console.print(Text(f"kvjax generate {example}", style="green"))
     for parameter in description["parameters"]:
         console.print(Text(f"\n{_parameter(parameter)}", style="bold"))
         console.print(Padding(Text(parameter["about"], overflow="fold"), (0, 0, 0, 2)))

@@ -5,30 +5,11 @@ from __future__ import annotations
 from kvjax.protocol import Situation
 from kvjax.registry import METHODS, STORAGE, WRAPPERS
 
-SITUATIONS = {
-    "The question is in the prompt, and everything else may go.":
-        "--method snapkv --budget 0.5",
-    "The question comes later, or there are many.":
-        "--method clusterkv --budget 0.1",
-    "It comes later, and memory is short.":
-        '--method "chain(quantize, clusterkv)" --budget 0.2',
-    "It comes later, and the host has memory.":
-        '--method "chain(clusterkv, offload)" --budget 0.1',
-    "A document is read once and asked about later, and little of it may be kept.":
-        '--method "by_head(chain(own_queries, quantize(bits=4, group=64)))" --budget 0.19',
-    "Memory is short, and no token may be lost: the highest fidelity.":
-        "--method quantize",
-    "The text has no end.":
-        "--method streaming_llm --budget 1024",
-}  # fmt: skip
-"""Options of `kvjax generate` by situation. README.md's table has them with what they find."""
-
-
-HEADINGS: dict[Situation | None, str] = {
-    "lossless": "Memory is short, and no token may be lost.",
+SITUATIONS: dict[Situation | None, str] = {
+    "now": "The question ends the prompt, and everything else may go.",
     "later": "The question comes later, and every token has to stay.",
     "document": "A document is read once and asked about later, and most tokens may go.",
-    "now": "The question ends the prompt, and everything else may go.",
+    "lossless": "Memory is short, and no token may be lost.",
     "endless": "The model writes much, or the text has no end.",
     "sentences": "Sentences are asked for, and no numbers; the question is in the prompt.",
     "baseline": "Others are compared with it.",
@@ -43,6 +24,13 @@ def methods_for(situation: Situation | None) -> list[str]:
     composed = ["chain"] if situation == "composed" else []
     known = METHODS | WRAPPERS | STORAGE
     return composed + [name for name, method in known.items() if method.card.when == situation]
+
+
+def examples_for(situation: Situation | None) -> list[str]:
+    """Returns options of `kvjax generate` for a situation, from the cards of its methods."""
+    known = METHODS | WRAPPERS | STORAGE
+    names = (name for name in methods_for(situation) if name in known)
+    return [example for name in names for example in known[name].card.examples]
 
 
 def page(name: str) -> str | None:

@@ -116,7 +116,12 @@ class ByHead(LayerChoice, Learner):
 
     learns = ("profile", HeadProfile)
     kept: ClassVar[bool] = True
-    card = Card(acts="prompt", when="document", unscored=("safeguard",))
+    card = Card(
+        acts="prompt", when="document", unscored=("safeguard",),
+        examples=(
+            '--method "by_head(chain(own_queries, quantize(bits=2, key_bits=4)))" --budget 0.25',
+        ),
+    )  # fmt: skip
     stage = property(lambda self: self.base.stage)
 
     def __post_init__(self):

@@ -73,7 +73,7 @@ class SnapKV(PromptBudget):
 
     card = Card(
         acts="prompt", paper="SnapKV, arXiv 2404.14469", when="now",
-        small={"window": 4, "kernel": 3},
+        examples=("--method snapkv --budget 0.5",), small={"window": 4, "kernel": 3},
     )  # fmt: skip
     minimum = property(lambda self: self.window + 1)  # the smallest workable budget
 

@@ -48,7 +48,10 @@ class StreamingLLM(HeldBudget):
     sinks: int = 4
     reposition: bool = False
 
-    card = Card(acts="prompt, every step", paper="StreamingLLM, arXiv 2309.17453", when="endless")
+    card = Card(
+        acts="prompt, every step", paper="StreamingLLM, arXiv 2309.17453", when="endless",
+        examples=("--method streaming_llm --budget 1024",),
+    )  # fmt: skip
     minimum = property(lambda self: self.sinks + 1)  # the smallest workable budget
 
     @property

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvjax.cli.situations import HEADINGS, methods_for
+from kvjax.cli.situations import SITUATIONS, methods_for
 from kvjax.cli.tables import Row, name_column, number_column, print_table
 from kvjax.cli.terminal import Display, print_figures, print_line
 from kvjax.registry import METHODS, STORAGE, WRAPPERS
@@ -110,7 +110,7 @@ def test_one_method(capsys, monkeypatch, width):
 
 
 def test_every_method_has_a_situation_and_every_parameter_a_meaning(capsys):
-    names = [name for situation in filter(None, HEADINGS) for name in methods_for(situation)]
+    names = [name for situation in filter(None, SITUATIONS) for name in methods_for(situation)]
     assert sorted(names) == sorted([*METHODS, *WRAPPERS, *STORAGE, "chain"])
     for methods in json.loads(output(capsys, "methods", "--json")).values():
         for name, method in methods.items():

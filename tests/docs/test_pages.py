@@ -17,7 +17,7 @@ import pytest
 
 import kvjax
 from kvjax.cli.arguments import parser
-from kvjax.cli.situations import HEADINGS, methods_for
+from kvjax.cli.situations import SITUATIONS, methods_for
 from kvjax.cli.situations import page as page_of
 from kvjax.models import demo
 from tests.support.marks import some_slow
@@ -100,7 +100,7 @@ def test_texts_for_presses_of_kvpress_can_be_parsed():
 
 def test_every_method_has_a_page_with_its_picture():
     names = {page.stem for page in METHODS} - {"index"}
-    shown = {page_of(name) for when in HEADINGS for name in methods_for(when)}
+    shown = {page_of(name) for when in SITUATIONS for name in methods_for(when)}
     assert {f"docs/methods/{name}.md" for name in names} | {"docs/guides/composing.md"} == shown
     pictures = {picture.stem for picture in (DOCS / "pictures").iterdir()}
     assert pictures == names | {"idea"}

@@ -127,7 +127,10 @@ class Offload(KVTransform):
     interval: int | None = None
 
     stage: ClassVar[Stage] = Stage.PLACE
-    card = Card(acts="every step", paper="ClusterKV, arXiv 2412.03213", when="lossless")
+    card = Card(
+        acts="every step", paper="ClusterKV, arXiv 2412.03213", when="lossless",
+        examples=('--method "chain(clusterkv, offload)" --budget 0.1',),
+    )  # fmt: skip
 
     def __post_init__(self):
         check_count("recent_steps", self.recent_steps, 0)

@@ -135,6 +135,7 @@ class Quantize(KVTransform):
     card = Card(
         acts="prompt, every step (4 bits: every 128)", paper="KIVI, arXiv 2402.02750",
         when="lossless",
+        examples=("--method quantize", '--method "chain(quantize, clusterkv)" --budget 0.2'),
     )  # fmt: skip
     # True where keys are encoded in groups of slots.
     groups_slots = property(

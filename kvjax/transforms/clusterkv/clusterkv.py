@@ -139,6 +139,7 @@ class ClusterKV(Recall):
 
     card = Card(
         acts="prompt, every 320 tokens", paper="ClusterKV, arXiv 2412.03213", when="later",
+        examples=("--method clusterkv --budget 0.1",),
         small={"tokens_per_cluster": 4, "sinks": 2, "interval": 3, "new_clusters": 2},
     )  # fmt: skip
     minimum = property(lambda self: self.sinks + 1)  # the smallest workable budget
