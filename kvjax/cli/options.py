@@ -130,7 +130,8 @@ def stop_text(text: str) -> str:
 
 def add_list(
     parser: argparse.ArgumentParser,
-    *names: str,
+    name: str,
+    *,
     value_type: Callable[[str], Any],
     default: Any,
     about: str,
@@ -142,7 +143,7 @@ def add_list(
     default_text = "all that suit the model" if default is None else default_text
     help_text = f"{about} (default: {default_text})"
     parser.add_argument(
-        *names, metavar=metavar, type=value_type, default=default, help=help_text, **rest
+        name, metavar=metavar, type=value_type, default=default, help=help_text, **rest
     )
 
 
@@ -151,13 +152,13 @@ def add_methods(
 ) -> None:
     """Adds the option of methods; `full` means that the full cache is always among them."""
     about = "methods of `kvjax methods` and compositions between commas, or all"
-    add_list(parser, "--method", "--methods", value_type=method_list, default=default,
+    add_list(parser, "--method", value_type=method_list, default=default,
         dest="methods", about=f"{about}; full is always there" if full else about)  # fmt: skip
 
 
 def add_budgets(parser: argparse.ArgumentParser, default: tuple[int | float, ...]) -> None:
     """Adds the option of budgets."""
-    add_list(parser, "--budget", "--budgets", value_type=number_list, default=default,
+    add_list(parser, "--budget", value_type=number_list, default=default,
         dest="budgets", about="shares of the prompt (0.1) or slots per head (64)")  # fmt: skip
 
 

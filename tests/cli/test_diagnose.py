@@ -15,7 +15,7 @@ from kvjax.models import from_pretrained, load_tokenizer
 from tests.cli.commands import error, output
 
 TEXT = "Once upon a time there was a girl named Lily. She had a red ball and a big dog. " * 4
-FEW = ("--methods", "streaming_llm", "--budgets", "16,64", "--new", "2")
+FEW = ("--method", "streaming_llm", "--budget", "16,64", "--new", "2")
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_vectors_that_find_no_room_in_a_codebook_are_counted(capsys, tinystories
     method = "codebook(capacity=8)"
     args = ["--model", tinystories, "--json"]
     found = json.loads(
-        output(capsys, "diagnose", "--prompt-file", file, "--methods", method, "--new", "2", *args)
+        output(capsys, "diagnose", "--prompt-file", file, "--method", method, "--new", "2", *args)
     )
     full, codebook = found["findings"]
     assert full["overflow"] == 0 and 0 < codebook["overflow"] < 1
@@ -105,7 +105,7 @@ def test_a_method_that_repeats_the_text_and_one_with_a_profile(capsys, tinystori
     )
     methods = ["kvzip", f"by_head(kvzip, profile={str(heads)!r})"]
     args = ["diagnose", "--prompt-file", file, "--model", tinystories, "--new", "2"]
-    args += ["--methods", ", ".join(methods), "--budgets", "0.25", "--json"]
+    args += ["--method", ", ".join(methods), "--budget", "0.25", "--json"]
     _, plain, by_head = json.loads(output(capsys, *args))["findings"]
     assert 0 < by_head["error"] == pytest.approx(plain["error"], rel=1e-4)
     assert [plain["method"], by_head["method"]] == methods

@@ -88,7 +88,7 @@ def test_methods(capsys, monkeypatch, width):
     assert max(map(len, text.splitlines())) <= width and "…" not in text
     first = [line.split()[:1] for line in text.splitlines()]
     assert ["snapkv"] in first and ["streaming_llm"] in first and ["codebook"] in first
-    assert text.startswith("Which method?")
+    assert "kvjax generate --method snapkv --budget 0.5" in " ".join(text.split())
     assert 30 < len(text.splitlines()) < 90 or width == 40, "two screens"
 
 

@@ -110,7 +110,7 @@ def test_killed_at_any_moment(folder, text, tmp_path):
     """Nothing is replaced: a run that is killed again and again ends in the same bytes."""
     line = [
         sys.executable, "-m", "kvjax.cli.main", "compare", "--model", folder, "--text", text,
-        "--methods", "h2o,quest(page=8)", "--budgets", "0.25,0.5", "--lengths", "192",
+        "--method", "h2o,quest(page=8)", "--budget", "0.25,0.5", "--lengths", "192",
         "--depths", "0,1", "--tasks", "needle,perplexity,attention", "--cases", "20",
     ]  # fmt: skip
     line = list(map(str, line))
