@@ -76,7 +76,7 @@ class Known(NamedTuple):
 
 
 def table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table; where there is no device yet, one line says so."""
+    """A table; without any device yet, one line says so."""
     return markdown(headings, lines or [[UNKNOWN, *[""] * (len(headings) - 1)]])
 
 
@@ -311,16 +311,6 @@ def rate_of(row: Row | None, rate: str) -> str:
     return f"{operations:.0f} · 10¹²" if operations else ""
 
 
-def decode_kernels(known: Known) -> str:
-    """Operations of decode steps and at a prompt's end, 8 rows of 131,072 tokens."""
-    return kernels(known, 131_072, 8, OPERATIONS, "bytes")
-
-
-def prompt_kernels(known: Known) -> str:
-    """Operations of prompts, one row of 8,192 tokens."""
-    return kernels(known, 8192, 1, PROMPTS, "operations")
-
-
 def tiles(known: Known) -> str:
     """Times with the best tiles, over those with the table's."""
 
@@ -351,9 +341,13 @@ TABLES: dict[str, tuple[str, Callable[[Known], str]]] = {
     "device_first_tokens": ("First tokens of Llama-3.1-8B's shape.", first_tokens),
     "device_tests": ("Tests with kernels that are chosen by themselves.", tests),
     "device_models": ("Models with their own weights.", models),
-    "device_kernels": ("A layer of Llama-3.1-8B, 8 rows of 131,072 tokens.", decode_kernels),
+    "device_kernels": (
+        "A layer of Llama-3.1-8B, 8 rows of 131,072 tokens.",
+        lambda known: kernels(known, 131_072, 8, OPERATIONS, "bytes"),
+    ),
     "device_prompt_kernels": (
-        "A layer of Llama-3.1-8B, a prompt of 8,192 tokens in one row.", prompt_kernels,
+        "A layer of Llama-3.1-8B, a prompt of 8,192 tokens in one row.",
+        lambda known: kernels(known, 8192, 1, PROMPTS, "operations"),
     ),
     "device_tiles": ("Tile sizes.", tiles),
     "device_answers": ("Answers.", answers),

@@ -735,7 +735,7 @@ def table(file: str) -> str:
 
 
 def flat(rows: Any) -> Iterator[dict[str, Any]]:
-    """What is no list of each row; rank correlations as a row for each prompts and pair."""
+    """Rows without their lists; rank correlations as a row for each pair and its prompts."""
     if isinstance(rows, dict):
         rows = [{"prompts": prompts, **pairs} for prompts, pairs in rows.items()]
     for row in rows:

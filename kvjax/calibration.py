@@ -100,7 +100,7 @@ class Calibration:
         return next(iter(self.arrays.values())).shape[:2]
 
     def check_model(self, num_layers: int, kv_heads: int | None = None) -> None:
-        """Raises ValueError unless it is of so many layers, and of so many KV heads if given."""
+        """Raises ValueError unless it has `num_layers` layers and, if given, `kv_heads` heads."""
         layers, heads = self.shape
         if layers != num_layers or kv_heads not in (None, heads):
             expected = f"{num_layers} layers" + ("" if kv_heads is None else f" of {kv_heads}")

@@ -72,7 +72,7 @@ def leave_memory_maps() -> None:
 
 
 def give_back_freed() -> None:
-    """Gives freed memory that the C library has kept back to the system, as far as possible."""
+    """Returns to the system freed memory that the C library holds, as far as possible."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
     if trim is not None:
         trim(0)

@@ -190,7 +190,7 @@ class Extent:
         )  # fmt: skip
 
     def every(self, steps: int) -> Extent:
-        """Returns the extent whose `interval` is `steps`, or the one that it had if shorter."""
+        """Returns the extent with an interval of `steps`, or itself if its interval is shorter."""
         least = steps if self.interval is None else min(self.interval, steps)
         return dataclasses.replace(self, interval=least)
 

@@ -239,7 +239,7 @@ def unparse(transform: KVTransform, *, budget: bool = True, defaults: bool = Fal
 
 
 def _literal(method: str, field: str, value: object) -> str:
-    """Writes a parameter as a Python literal; raises ValueError if there is no literal for it."""
+    """Writes a parameter as a Python literal; raises ValueError for one without a literal."""
     text = repr(value)
     try:
         same = ast.literal_eval(text) == value

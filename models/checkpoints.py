@@ -13,7 +13,7 @@ import numpy as np
 from .config import DecoderConfig
 from .families import FAMILIES, Family, check_depth, parse_config, read_raw_config
 from .finding import is_gguf
-from .gguf_architectures import architecture_of, config_of, family_of, weight_tensors
+from .gguf_architectures import ROPE_TENSORS, architecture_of, config_of, family_of
 from .gguf_header import GgufHeader, read_header
 from .gguf_tensors import read_gguf_tensors, readable_types
 from .plain_weights import check_names
@@ -147,7 +147,7 @@ def _open_gguf(path: Path) -> Checkpoint:
             yield name, tensor
             del tensor  # frees the tensor before the next one is read
 
-    tensors = weight_tensors(header)
+    tensors = {name: x for name, x in header.tensors.items() if name not in ROPE_TENSORS}
     plain = {tensor.dtype for tensor in tensors.values()} <= set(STORED_DTYPES)
     return Checkpoint(
         config,

@@ -58,9 +58,8 @@ class DecodedCopy:
         """Returns the copy of a file, for which all of the file is read once.
 
         Returns:
-          None if there is no folder for copies (see `kvjax.files.user_cache`), if the parameters
-          take more than 8 GiB, which is the most that all copies take, or if the file cannot be
-          read.
+          None without a folder for copies (see `kvjax.files.user_cache`), if the parameters take
+          more than 8 GiB, which is the most that all copies take, or if the file cannot be read.
         """
         root, dtype = user_cache(), jnp.dtype(dtype)
         size = sum(map(math.prod, shapes.values())) * dtype.itemsize
@@ -77,7 +76,7 @@ class DecodedCopy:
         return cls(file, state, root / "weights" / name, shapes, dtype)
 
     def read(self) -> dict[ParameterPath, np.ndarray] | None:
-        """Maps the parameters; None if there is no copy, or if it is damaged.
+        """Maps the parameters; None without a copy, or if it is damaged.
 
         All numbers are added up and compared with their sums, which finds parts that never reached
         the disk. Arrays can be written to: their memory is then that of the process.

@@ -28,7 +28,7 @@ from .rope_scaling import make_rope, yarn_magnitude
 from .tensor_names import FUSED_GATE_UP, FUSED_QKV, TensorNames
 
 _FREQS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
-_ROPE_TENSORS = (_FREQS, _LONG, _SHORT)
+ROPE_TENSORS = (_FREQS, _LONG, _SHORT)  # belong to the configuration, and are not weights
 _HARMLESS = ("rope.scaling.finetuned", "tensor_data_layout", "pooling_type")
 _AS_MODEL_TYPES = {"mistral3": "ministral3"}  # names that Hugging Face uses for something else
 _PARTLY_ROTATED = ("phi3", "chatglm", "glm4")
@@ -268,11 +268,6 @@ def family_of(header: GgufHeader, raw: Mapping[str, Any]) -> Family:
     return Family(config, architecture_of(header).names, keys=keys)
 
 
-def weight_tensors(header: GgufHeader) -> dict[str, Any]:
-    """Returns the file's tensors without those that belong to the configuration."""
-    return {name: tensor for name, tensor in header.tensors.items() if name not in _ROPE_TENSORS}
-
-
 def config_of(header: GgufHeader) -> dict[str, Any]:
     """Returns the `config.json` of a Hugging Face folder with the same model.
 
@@ -359,7 +354,7 @@ def _scaling(metadata: Metadata) -> dict[str, Any]:
 def _stored_factors(metadata: Metadata, theta: float, rotated: int) -> dict[str, Any]:
     """Returns `rope_scaling` from tensors of a factor per rotated pair; empty without them."""
     header = metadata.header
-    names = [name for name in _ROPE_TENSORS if name in header.tensors]
+    names = [name for name in ROPE_TENSORS if name in header.tensors]
     if not names:
         return {}
     if names not in ([_FREQS], [_LONG, _SHORT]):

@@ -108,7 +108,7 @@ def read_decoder(
 ) -> DecoderConfig:
     """Reads the options that all families share; a family's own module adds the rest.
 
-    Sizes have no default, except for those that the family has one for.
+    Sizes have no default unless the family has one.
 
     Args:
       raw: the content of `config.json`.

@@ -150,7 +150,7 @@ def _read(
                 sharding = placement(path, value.shape)
                 started[path] = _Filling(value.shape, source.width, value.dtype, sharding)
             start += started[path].fill(place.rows, source, start)
-            if started[path].is_full():
+            if not started[path].rows_left:
                 full = started.pop(path)
                 if writer is not None:
                     writer.add(path, full.whole())
@@ -258,13 +258,16 @@ class _Filling:
       width: how many of its axes are not outputs: 1 or 0.
       dtype: dtype of the parameter.
       sharding: its placement; None: the default device, without commitment.
+
+    Attributes:
+      rows_left: number of rows that have not come yet.
     """
 
     def __init__(
         self, shape: tuple[int, ...], width: int, dtype: np.dtype, sharding: Sharding | None
     ) -> None:
         self._shape, self._dtype, self._sharding = shape, dtype, sharding
-        self._rows_left = math.prod(shape[: len(shape) - width])
+        self.rows_left = math.prod(shape[: len(shape) - width])
         indices = [tuple(slice(0, size) for size in shape)]
         if sharding is not None:
             indices = list(sharding.addressable_devices_indices_map(shape).values())
@@ -306,12 +309,8 @@ class _Filling:
                 place[along] = slice(place[along], place[along] + count)  # pyright: ignore[reportOperatorIssue]  # a number so far
                 array[tuple(place)] = values
         count = math.prod(map(len, leading))
-        self._rows_left -= count
+        self.rows_left -= count
         return count
-
-    def is_full(self) -> bool:
-        """Returns whether every number has come."""
-        return self._rows_left == 0
 
     def whole(self) -> np.ndarray:
         """Returns the whole parameter, which one device will hold."""

@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(items):
 
     None of them needs files that are not in the repository.
     """
-    seen, files = set(), {"data_dir", "qwen", "gemma"}
+    seen, files = set(), {"data_dir", "qwen", "gemma", "smollm2"}
     for item in items:
         fast = not any(map(item.get_closest_marker, ("slow", "exhaustive", "gpu")))
         fast = fast and files.isdisjoint(item.fixturenames)
@@ -184,6 +184,15 @@ def _real_file(variable: str, what: str) -> Path:
     given = os.environ.get(variable)
     if not given or not Path(given).is_file():
         pytest.skip(f"no GGUF file of {what}: set {variable} to its path")
+    return Path(given)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of SmolLM2-135M-Instruct: `KVJAX_SMOLLM2`."""
+    given = os.environ.get("KVJAX_SMOLLM2")
+    if not given or not Path(given).is_dir():
+        pytest.skip("no SmolLM2-135M-Instruct: set KVJAX_SMOLLM2 to its folder")
     return Path(given)
 
 

@@ -11,7 +11,7 @@ and the method says how keys and values are stored, where theirs asks for `quant
 
 `functional` makes the model one for `kvjax.generate`, `read`, contexts and evaluation, which are
 called in the same `jax.set_mesh`. The axes of the mesh are `AxisType.Auto` for that, and all
-`ShardingRules` None. Their repository is no package: its folder `llama3` goes on Python's path.
+`ShardingRules` None. Their repository is not a package: its folder `llama3` goes on Python's path.
 """
 
 from __future__ import annotations

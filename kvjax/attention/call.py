@@ -92,14 +92,14 @@ def query_heads(kv_heads: Heads, group: int) -> Int[Array, " N"]:
 
 
 def key_positions(needs: Needs, kv: KVCache) -> Int[Array, "B H S"]:
-    """Gives where each stored key is rotated: at its position, or its rank among live slots."""
+    """Returns where each stored key is rotated: its position, or its rank among live slots."""
     return ranks(kv.live, kv.position) if needs.reposition else kv.position
 
 
 def query_positions(
     needs: Needs, kv: KVCache, slots: Int[Array, "B H T"], positions: Int[Array, "B T"]
 ) -> Int[Array, "B T"] | Int[Array, "B Q T"]:
-    """Gives the numbers at which the queries of the new tokens in these slots are rotated."""
+    """Returns where the queries of the new tokens in these slots are rotated."""
     if not needs.reposition:
         return positions
     rank = take_slots(key_positions(needs, kv), jnp.minimum(slots, kv.slots - 1))
@@ -109,7 +109,7 @@ def query_positions(
 def held_query_positions(
     needs: Needs, kv: KVCache, positions: Int[Array, "B T"]
 ) -> Int[Array, "B T"] | Int[Array, "B Q T"]:
-    """Gives the numbers at which queries are rotated whose tokens the cache holds already."""
+    """Returns where queries of tokens that the cache holds already are rotated."""
     if not needs.reposition:
         return positions
     earlier = kv.position[:, :, None] < positions[:, None, :, None]

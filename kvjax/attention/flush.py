@@ -109,8 +109,8 @@ def self_flushing(caches: Caches) -> Caches:
     """Caches that flush themselves, for a decode loop that has no place for `kvjax.flush`.
 
     Each one counts its decode steps, and `attend` flushes it before the step for which it would
-    have no room: at the steps, and with the result, of a loop that calls `flush` after every
-    `flush_interval(caches)` of them. That number is the least of all layers given here, so give
+    have no room: at the same steps, and with the same result, as a loop that calls `flush` after
+    every `flush_interval(caches)` steps. That number is the least of all layers given here, so give
     the caches of all layers together. A further prompt flushes at its end the rows that had no part
     in it.
 

@@ -33,8 +33,8 @@ AllHeads = tuple[State, Int[Array, " H"]]
 def can_join(cache: Cache) -> bool:
     """Returns whether the head groups of a layer can read a further prompt together.
 
-    On a mesh, only `attend` reads. Groups that need different things of a prompt, keep tokens query
-    head by query head, or rotate keys by rank read by themselves.
+    On a mesh, only `attend` reads. Groups read by themselves if they need different things of a
+    prompt, keep tokens query head by query head, or rotate keys by rank.
     """
     parts = layer_caches(cache)
     kinds = {(part.transform.needs, *part.kv.columns) for part in parts}
@@ -307,7 +307,7 @@ def _join_state(whole: Array, *parts: Array) -> Array:
 
 
 def _cut_state(whole: Array, part: Array, heads: range) -> Array:
-    """Cuts an array of the state of all heads to the heads of a group."""
+    """Cuts an array of the joined state to the heads of a group."""
     axis = _axis_of_heads(whole, part)
     if axis is None:
         return whole

@@ -203,12 +203,12 @@ Cache = Part | tuple[Part, ...]  # a tuple: one per head group
 
 
 def layer_caches(caches: object) -> list[LayerCache]:
-    """Lists the rectangles of slots in the caches of one layer or of several, in order."""
+    """Lists the rectangles of slots in one or several layers' caches, in order."""
     return jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, Part))
 
 
 def map_parts(function: Callable[[Any], Any], caches: object) -> Any:
-    """Applies `function` to each rectangle of slots in the caches of one layer or of several."""
+    """Applies `function` to each rectangle of slots in one or several layers' caches."""
     return jax.tree.map(function, caches, is_leaf=lambda x: isinstance(x, Part))
 
 

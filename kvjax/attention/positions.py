@@ -15,7 +15,7 @@ def positions_of(
     mask: Bool[Array, "B T"] | Int[Array, "B T"] | np.ndarray | Sequence,
     start: Int[Array, " B"] | Sequence[int] | int = 0,
 ) -> Int[Array, "B T"]:
-    """Token positions for `attend`, from a mask of the tokens that are not padding.
+    """Returns token positions for `attend`, from a mask of tokens that are not padding.
 
     The tokens of a row are counted from 0, wherever padding stands: at the left, at the right or
     between them. Padding gets -1.

@@ -113,8 +113,8 @@ def rows_budget(
       max_length: length beyond which a share grows no more.
       minimum: smallest workable number of slots, to which a share is raised.
       table: a layer's budgets over lengths `[L]` (`kvjax.budgets.layers.layer_table`), which
-        replace a `budget` that is a share, or the shares of its heads `[H]` for `HeadShares`;
-        empty: there are none.
+        replace a `budget` that is a share; empty: without such budgets. For `HeadShares` they are
+        the shares of the layer's heads `[H]`.
 
     Returns:
       Slots of each row `[B]`, or of each row and KV head `[B, H]` for `HeadShares`.

@@ -43,7 +43,7 @@ def ladder(
     """Returns falling thresholds above which growing shares of all scores lie.
 
     The shares are spaced evenly in their logarithms, from `smallest` to 1: small budgets are where
-    heads differ most. Below the last threshold, minus infinity, there is no score.
+    heads differ most. No score lies below the last threshold, minus infinity.
 
     Args:
       scores: what `profile` takes.
@@ -117,7 +117,7 @@ def shares(table: Profile, budget: float, safeguard: float = SAFEGUARD) -> Float
       safeguard: part of the budget that all heads get alike, from 0 to 1.
 
     Raises:
-      ValueError: a budget outside (0, 1], or a safeguard outside [0, 1]; a table that is no
+      ValueError: a budget outside (0, 1], or a safeguard outside [0, 1]; a table that is not a
         profile.
 
     Example:
@@ -231,7 +231,7 @@ def layouts(shares_of_layers: Float[np.ndarray, "N H"], tokens: int) -> tuple[La
     """Groups layers that need similar numbers of slots, so that few layouts serve all of them.
 
     Each layout is compiled once. Its head of rank r has room for the heads of rank r in all its
-    layers. Layers are ordered by what they need in all, and cut into at most 9 runs, so that all
+    layers. Layers are ordered by the slots they need, and cut into at most 9 runs, so that all
     layers together take the fewest slots. Fewer layouts take more slots than the heads need. Each
     further rectangle of a layer, and each further layout, must save a fiftieth of the slots that
     heads need: they cost time while a step is compiled, and rectangles in each step.

@@ -276,9 +276,30 @@ class Payload(Protocol):
         ...
 
 
+class _SlotsAlone:
+    """Base class of payloads whose arrays all have one place for each slot."""
+
+    room = property(lambda self: None)
+    at_rest = awake = property(lambda self: self)
+    beside = beside_taken = property(lambda self: 0)
+
+    def free_bytes(self, live: int) -> int:
+        """Returns the bytes of free slots, `live` of all slots being taken."""
+        array, *_ = jax.tree.leaves(self)
+        return free_bytes(self, live, math.prod(array.shape[:3]))
+
+    def resized(self, slots: int, beside: int) -> Self:
+        """Cuts or adds free slots at the end."""
+        return self.map_slots(to_places, slots)
+
+    def map_slots(self, change: OfPlaces, slots: int) -> Self:
+        """Applies `change` to all arrays."""
+        return jax.tree.map(lambda x: change(x, 1, slots), self)
+
+
 @pytree_node
 @dataclass(frozen=True)
-class Dense:
+class Dense(_SlotsAlone):
     """Keys or values as they are, `data [B, H, S, D]`; free slots may hold any numbers.
 
     Example:
@@ -294,9 +315,6 @@ class Dense:
 
     shape = property(lambda self: self.data.shape)
     dtype = property(lambda self: self.data.dtype)
-    room = property(lambda self: None)
-    at_rest = awake = property(lambda self: self)
-    beside = beside_taken = property(lambda self: 0)
 
     def read(self, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:
         """Returns the rows of all slots, or those of `index`."""
@@ -316,18 +334,6 @@ class Dense:
         """Returns the rows as they are."""
         return Dense(k), Dense(v)
 
-    def free_bytes(self, live: int) -> int:
-        """Returns the bytes of free slots, `live` of all slots being taken."""
-        return free_bytes(self, live, math.prod(self.shape[:3]))
-
-    def resized(self, slots: int, beside: int) -> Dense:
-        """Cuts or adds free slots at the end."""
-        return self.map_slots(to_places, slots)
-
-    def map_slots(self, change: OfPlaces, slots: int) -> Dense:
-        """Applies `change` to the rows."""
-        return Dense(change(self.data, 1, slots))
-
     def attention(
         self,
         values: Dense,
@@ -345,7 +351,7 @@ class Dense:
         return out, probabilities
 
 
-class RowPayload(ABC):
+class RowPayload(_SlotsAlone, ABC):
     """Base class of stored forms that encode each row by itself: the key or value of one token.
 
     A subclass is a frozen dataclass of arrays `[B, H, S, ...]` under the decorator
@@ -370,9 +376,6 @@ class RowPayload(ABC):
       [0.0, 0.0, 0.5, 0.0]
     """
 
-    room = property(lambda self: None)
-    at_rest = awake = property(lambda self: self)
-    beside = beside_taken = property(lambda self: 0)
     shape = property(lambda self: jax.eval_shape(type(self).decoded, self).shape)
     dtype = property(lambda self: jax.eval_shape(type(self).decoded, self).dtype)
 
@@ -426,18 +429,6 @@ class RowPayload(ABC):
             same = equal_rows(rows, before.decoded(), self.dtype)
             new = of_rows(same & (slots.source >= 0), before, new)
         return of_rows(slots.rows, new, self)
-
-    def free_bytes(self, live: int) -> int:
-        """Returns the bytes of free slots, `live` of all slots being taken."""
-        return free_bytes(self, live, math.prod(self.shape[:3]))
-
-    def resized(self, slots: int, beside: int) -> Self:
-        """Cuts or adds free slots at the end."""
-        return self.map_slots(to_places, slots)
-
-    def map_slots(self, change: OfPlaces, slots: int) -> Self:
-        """Applies `change` to all arrays."""
-        return jax.tree.map(lambda x: change(x, 1, slots), self)
 
     def attention(
         self, values: RowPayload, queries: Queries, seen: Seen, mask: Mask, **options

@@ -196,11 +196,11 @@ class KVCache:
 
 
 class Sizes(NamedTuple):
-    """How many places the arrays of a cache have.
+    """Says how many places the arrays of a cache have.
 
     Args:
       slots: slots S of each row and KV head.
-      keys, values: places beside the slots, of the payloads of keys and of values.
+      keys, values: places beside the slots in the payloads of keys and values.
     """
 
     slots: int
@@ -330,7 +330,7 @@ def append(
 def _free_slots(cache: KVCache, positions: Int[Array, "B T"]) -> Int[Array, "B H T"]:
     """Returns the slot of each new token: the j-th free slot for the j-th token.
 
-    Padding does not count. The slot is S for padding, and where there is no free slot.
+    Padding does not count. The slot is S for padding, and for tokens without a free slot.
     """
     free, valid, size = ~cache.live, positions >= 0, cache.slots
     if positions.shape[1] == 1:

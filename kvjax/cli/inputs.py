@@ -13,7 +13,7 @@ from kvjax.messages import brief
 
 
 def unix_text(text: str) -> str:
-    r"""Converts a text to Unix form: lines end with `\n`, and there is no byte order mark.
+    r"""Converts a text to Unix form: lines end with `\n`, without a byte order mark.
 
     A `\r` at the end is removed too: a shell, or a reader of lines, has already removed the `\n`
     after it.
@@ -54,7 +54,7 @@ def read_prompts(path: str) -> list[str]:
     """Reads the prompts of a file, one per line, as text or as JSON.
 
     Lines are JSON if the first one is a JSON string or object; an object has its text as "prompt".
-    Empty lines are skipped. Raises ValueError for other JSON, and if there is no prompt.
+    Empty lines are skipped. Raises ValueError for other JSON, and without a prompt.
     """
     name = "standard input" if path == "-" else path
     lines = read_text(path).split("\n")

@@ -179,7 +179,10 @@ def run(args: argparse.Namespace) -> None:
             "it answers, with room for questions and answers"
         )
         print(f"kvjax ask {args.out} QUESTION, or kvjax chat {args.out}, goes on from it")
-    if not args.json and left and _looks_at_the_end(candidate.transform):
+    looks_at_the_end = any(
+        x.stage == Stage.EVICT and x.needs.query_window for x in walk(candidate.transform)
+    )
+    if not args.json and left and looks_at_the_end:
         print_line(
             f"{args.method} keeps what the document's end looks at, and knows no question: "
             "--method quantize keeps every token", "dim"
@@ -351,8 +354,3 @@ def _max_questions(
         )
     print_line(f"a question may have {most} tokens, which {brief(method)} has room for", "dim")
     return most
-
-
-def _looks_at_the_end(transform: kvjax.KVTransform) -> bool:
-    """Tells whether the last tokens of a prompt decide what is kept of it."""
-    return any(x.stage == Stage.EVICT and x.needs.query_window for x in walk(transform))

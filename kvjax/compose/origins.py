@@ -74,7 +74,7 @@ def source_of(method: type[KVTransform]) -> str | None:
     call (`kvjax.register` makes one), since what is written into a file afterwards does not run.
 
     Returns:
-      The checksum; "" for a class of kvjax; None if there is no file, as in an interactive session.
+      The checksum; "" for a class of kvjax; None without a file, as in an interactive session.
     """
     names = {cls.__module__ for cls in method.__mro__}
     waiting = sorted(name for name in names if name.partition(".")[0] not in _VERSIONED)

@@ -195,11 +195,6 @@ class HeadGroups(KVTransform):
         )
 
 
-def has_head_groups(layer: KVTransform) -> bool:
-    """Returns whether a bound layer's cache is a tuple, of one rectangle for each head group."""
-    return isinstance(layer, HeadGroups)
-
-
 def by_head_groups(layer: KVTransform) -> tuple[KVTransform, ...]:
     """Returns the transforms of a bound layer's head groups, or the one of all its heads."""
     return tuple(tx for _, tx in layer.groups) if isinstance(layer, HeadGroups) else (layer,)
@@ -363,7 +358,7 @@ class Every(_Again):
     def on_flush(
         self, cache: KVCache, state: Repeated, step: Step
     ) -> tuple[Decision | None, Repeated]:
-        """Lets the base decide about rows to which more tokens than may wait would come."""
+        """Lets the base compress rows that lack room for the next tokens."""
         due = step.rows & (cache.length - state.length + step.room > self.steps)
         heads = jnp.broadcast_to(due[:, None], cache.shape[:2])
         decision, state = self._compress(heads, cache, state, step)

@@ -16,13 +16,13 @@ from kvjax.storage.codebook.payload import CodebookPayload
 
 @dataclass(frozen=True)
 class Reserve:
-    """Sizes of caches with codebooks, relative to the keys and values of full caches.
+    """Sizes of caches with codebooks, relative to full caches' keys and values.
 
     Args:
       stored: bytes of books (at their capacity), indices and magnitudes. Like `used` and `beside`,
-        they are divided by the bytes of the full cache's keys and values, `2 · L · H · D` numbers
+        they are divided by the bytes of a full cache's keys and values, `2 · L · H · D` numbers
         per row.
-      used: bytes of the entries in use and of the indices and magnitudes of live slots.
+      used: bytes of the entries in use, and of live slots' indices and magnitudes.
       equation_15: the paper's `r1 · r2 · r3`, from the entries in use and the kept vectors. It is
         the mean over rows and layers.
       beside: bytes of everything else that the caches hold (positions, masses, counters).

@@ -105,10 +105,10 @@ def completed(
 ) -> KVTransform:
     """Does what `calibrated` does, with a sample for each method.
 
-    Files lie in the user's cache (see `kvjax.files.user_cache`), under the checksum of the
-    weights, the method that makes the calibration (`Learner.source`) with all its parameters and
-    its origin (`kvjax.compose.origins`), the sample and the words of its probe. Without such a
-    folder, and for a method whose source cannot be read, it is made each time.
+    A calibration is kept in the user's cache (see `kvjax.files.user_cache`). The file's name is a
+    checksum of the weights, the method that makes the calibration (`Learner.source`) with all its
+    parameters and its origin (`kvjax.compose.origins`), the sample and the words of its probe.
+    Without such a folder, and for a method whose source cannot be read, it is made each time.
 
     Args:
       sample: is called with a method that has to learn; None: it does not.
@@ -376,7 +376,7 @@ def others_of(calibration: Calibration) -> dict[str, Any]:
 def from_arrays(
     method: Learner, arrays: dict[str, np.ndarray], others: dict[str, Any]
 ) -> Calibration:
-    """Makes a method's calibration of its arrays and of the result of `others_of`."""
+    """Makes a method's calibration from its arrays and from what `others_of` has returned."""
     return method.learns[1](**arrays, **{name: from_json(x) for name, x in others.items()})
 
 

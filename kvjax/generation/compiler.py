@@ -89,7 +89,10 @@ class Tracer:
         key = _kind(function, args)
         if key not in self._results:
             # JAX itself looks at an array's layout and devices as well, which takes longer.
-            traced = function.trace(*jax.tree.map(_abstract, args))
+            abstract = jax.tree.map(
+                lambda x: jax.typeof(x) if isinstance(x, jax.Array) else x, args
+            )
+            traced = function.trace(*abstract)
             self._results[key] = jax.tree.unflatten(traced.out_tree, traced.jaxpr.out_avals)
         return self._results[key]
 
@@ -106,11 +109,6 @@ def _kind(function: Any, args: tuple) -> Hashable:
     arrays = (hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves)
     kinds = ((x.shape, x.dtype) if a else x for x, a in zip(leaves, arrays, strict=True))
     return function, tree, tuple(kinds)
-
-
-def _abstract(x: Any) -> Any:
-    """Returns the abstract value of an array, and anything else as it is."""
-    return jax.typeof(x) if isinstance(x, jax.Array) else x
 
 
 Programs = Compiler | Tracer  # runs functions, or finds out what they would return

@@ -78,8 +78,8 @@ def save_context(
       about: more to keep that JSON can hold; `context_about` returns it.
 
     Raises:
-      ValueError: the context is of another model, the method has no expression, `about` is no
-        JSON, or `path` is something other than a context.
+      ValueError: the context is of another model, the method has no expression, `about` is
+        not JSON, or `path` is something other than a context.
       OSError: the folder cannot be written, or another process of the mesh has failed.
 
     Example:
@@ -200,7 +200,8 @@ def load_context(
         shapes = _context_shapes(functional, transform, layers, size, held, fingerprint)
     expected = jax.tree.leaves(shapes)
     stored = [arrays[name] for name in sorted(arrays) if name.isdigit()]
-    expected_kinds = [_dtype_and_shape(_plain_shape(x)) for x in expected]
+    plain = (jax.eval_shape(jax.random.key_data, x) if _is_key(x) else x for x in expected)
+    expected_kinds = [_dtype_and_shape(x) for x in plain]
     if [_dtype_and_shape(x) for x in stored] != expected_kinds:
         raise ValueError(
             f"{folder} was written by kvjax {content['kvjax']} with jax {content['jax']}, whose "
@@ -412,10 +413,6 @@ def _is_key(x: Any) -> bool:
 def _plain(x: Array) -> np.ndarray:
     """Returns an array as numbers; a random key as the numbers that it consists of."""
     return np.asarray(jax.random.key_data(x) if _is_key(x) else x)
-
-
-def _plain_shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    return jax.eval_shape(jax.random.key_data, x) if _is_key(x) else x
 
 
 def _placed(x: np.ndarray, like: jax.ShapeDtypeStruct, memory: str) -> Array:

@@ -73,8 +73,8 @@ class Generation:
         `Offload` keeps there.
       recall: how often the rows that a step selected were already on the device, and how many had
         to be fetched from host memory; None where nothing is offloaded.
-      context: everything that was read and written, end tokens included, for a later call to go on
-        from, with its room (see `Context.at_rest`); None unless `generate` was given one.
+      context: caches and logits after this call, from which a later call goes on, end tokens
+        included, with their room (see `Context.at_rest`); None unless `generate` was given one.
       ended_by: the end token that each row came to; None for a row that came to none.
 
     Example:

@@ -1,4 +1,4 @@
-"""Divides a batch into groups of rows of similar length, so that little of a prompt is padding."""
+"""Divides a batch into groups of similarly long rows, so that little of a prompt is padding."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ def grouped(
 def row_groups(widths: Sequence[int]) -> list[list[int]] | list[None]:
     """Returns the rows of each group; `[None]`: all rows together, padded to the longest.
 
-    A row joins others if padding it to the longest of them less than doubles it. The number of rows
-    of a group is a power of two, so that a batch of B rows has at most `log2 B` shapes of each
-    width. All rows stay together if the groups would not halve the number of padded tokens, or
+    A row joins others if padding it to the longest of them less than doubles it. A group has a
+    power of two of rows, so that a batch of B rows has at most `log2 B` shapes for each width. All
+    rows stay together if the groups would not halve the number of padded tokens, or
     would save less than it takes to compile for their shapes.
 
     Args:

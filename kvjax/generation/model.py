@@ -277,7 +277,7 @@ class FunctionalModel:
 
 
 def of_layer(option: OfLayers, layer: int) -> float | None:
-    """Returns a layer's number: its own of a tuple, or that of all layers."""
+    """Returns the number for a layer: its entry of a tuple, or the one number of all layers."""
     return option[layer] if isinstance(option, tuple) else option
 
 

@@ -19,7 +19,7 @@ from kvjax.attention.joined_heads import (
 from kvjax.attention.layer import Cache, Reading, layer_caches
 from kvjax.attention.rows import put_rows, take_rows
 from kvjax.compiled_code import compiled
-from kvjax.compose.wrappers import by_head_groups, has_head_groups, needs_of
+from kvjax.compose.wrappers import HeadGroups, by_head_groups, needs_of
 from kvjax.generation.compiler import Programs
 from kvjax.generation.new_caches import CacheSize, LayerStates, new_cache
 from kvjax.protocol import AttentionOptions, Extent, KVTransform, Needs
@@ -111,7 +111,7 @@ def observers_of(
     for key, transform in zip(alike, layers, strict=True):
         transforms.setdefault(key, set()).add(transform)
     return [
-        key[-1] if has_head_groups(tx) or len(transforms[key]) >= FEWEST else None
+        key[-1] if isinstance(tx, HeadGroups) or len(transforms[key]) >= FEWEST else None
         for key, tx in zip(alike, layers, strict=True)
     ]
 

@@ -34,8 +34,8 @@ def read_in_pieces(
 
     Args:
       prompts: of each row.
-      start: what new caches are made for; or an awake context that has read the first tokens of
-        each row, which is donated.
+      start: the settings of new caches, or an awake context that has read the first tokens of each
+        row, which is donated.
       piece: tokens of a piece, to which the last one of a row is padded.
       document: as in `read`.
       on_piece: as in `read`.

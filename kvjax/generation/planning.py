@@ -54,7 +54,7 @@ class Bytes(NamedTuple):
     room: float
 
     def plus(self, other: Bytes, times: float = 1) -> Bytes:
-        """Returns the sum of these bytes and `times` the others."""
+        """Returns the sum of these bytes and `times` times the others."""
         return Bytes(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 

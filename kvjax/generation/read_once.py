@@ -115,13 +115,13 @@ class ReadOnce:
     def _observed_for(self, transform: KVTransform) -> Context:
         """Returns the readings that have all that a method needs."""
         needs = self._needs(transform)
-        serving = (each for each in self._observed if _serves(each.transform.wanted, needs))  # pyright: ignore[reportAttributeAccessIssue]
-        observed = next(serving, None)
-        if observed is None:
-            raise ValueError(
-                f"{transform!r} needs more of the prompt than was observed: name it to ReadOnce"
-            )
-        return observed
+        for observed in self._observed:
+            wanted = observed.transform.wanted  # pyright: ignore[reportAttributeAccessIssue]
+            if _together((wanted, needs)) == [wanted]:
+                return observed
+        raise ValueError(
+            f"{transform!r} needs more of the prompt than was observed: name it to ReadOnce"
+        )
 
     def _compressed(self, transform: KVTransform, observed: Context) -> Context:
         """Returns the context, awake, of the caches that a method makes of the readings.
@@ -172,8 +172,3 @@ def _together(every: Iterable[Needs]) -> list[Needs]:
         else:
             unions.append(needs)
     return unions
-
-
-def _serves(wanted: Needs, needs: Needs) -> bool:
-    """Tells whether a reading for the needs `wanted` has everything that `needs` ask for."""
-    return _together((wanted, needs)) == [wanted]

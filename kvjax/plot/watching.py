@@ -59,7 +59,7 @@ class Seen(NamedTuple):
 
     @property
     def mean_recall(self) -> float:
-        """Mean recall over all heads of all layers that select."""
+        """Mean recall over all heads, in the layers that select."""
         return float(np.mean([recall for recall in self.recall if recall is not None]))
 
 

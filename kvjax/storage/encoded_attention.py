@@ -112,9 +112,9 @@ class EncodedPayload(ABC):
 
         Attention over all slots reads the body as it is encoded. The rows of a selection are
         gathered and decoded, but stay in the basis of the body: only queries and outputs change
-        their basis. A term that all products with keys lack does not change a softmax. It is
-        computed only for a soft cap and beside other parts of the softmax, which depend on the
-        logits themselves.
+        their basis. Products of a query with keys may all lack the same term, which does not change
+        a softmax. It is computed only for a soft cap and beside other parts of the softmax, which
+        depend on the logits themselves.
         """
         absolute = mask.soft_cap is not None or elsewhere is not None
         shift = self._offset(queries.q) if absolute else None

@@ -145,6 +145,6 @@ class HeldBudget(WithBudget):
     def on_prompt(
         self, cache: KVCache, state: Budgets, step: Step
     ) -> tuple[Decision | None, Budgets]:
-        """Fixes each row's budget, and keeps as much of its prompt."""
+        """Fixes each row's budget, and keeps that many tokens of its prompt."""
         budget = step.of_rows(decoding_budget(self.budget, cache, self.minimum), state)
         return self.on_step(cache, budget, step)

@@ -98,10 +98,10 @@ class PyramidKV(KVTransform):
 @static_value
 @dataclass(frozen=True)
 class PyramidBudget:
-    """PyramidKV's schedule: the budgets of all layers by length of the prompt.
+    """PyramidKV's schedule: the budgets of all layers by prompt length.
 
-    They add up to `num_layers` times the average budget of that length. Where the average is no
-    more than the window, every layer has the window. A prompt within the average budget is left
+    They add up to `num_layers` times the average budget of that length. Where the average does
+    not exceed the window, every layer has the window. A prompt within the average budget is left
     alone in every layer, each of which then has that budget.
 
     Args:

@@ -96,7 +96,7 @@ class Elsewhere(NamedTuple):
 
     Args:
       lse: log-sum-exp of its logits.
-      out: what it gives by itself; None: it has no values, as a learned sink has none.
+      out: its output by itself; None without values, as for a learned sink.
     """
 
     lse: Float[Array, "B K G T"]
@@ -112,7 +112,7 @@ class Elsewhere(NamedTuple):
     def sinks(
         cls, logits: Float[Array, " Q"] | None, queries: Float[Array, "B K G T _"]
     ) -> Elsewhere | None:
-        """Makes learned sinks of their logits, Q = K · G; None: there are none."""
+        """Makes learned sinks from their logits, Q = K · G; returns None without logits."""
         if logits is None:
             return None
         by_head = logits.astype(jnp.float32).reshape(1, *queries.shape[1:3], 1)

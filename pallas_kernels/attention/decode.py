@@ -17,8 +17,9 @@ from pallas_kernels.base.logits import (
     Mask,
     Queries,
     Seen,
+    capped,
     finite_or_zero,
-    mask_products,
+    masked,
     or_one,
 )
 from pallas_kernels.base.mixing import mix_rows
@@ -150,7 +151,8 @@ def attention_by_products(
     """
     q = queries.q
     rows = q.reshape(*q.shape[:2], -1, q.shape[4])
-    logits = mask_products(multiply(rows), seen, queries.position, mask)
+    logits = capped(multiply(rows) * mask.scale, mask.soft_cap)
+    logits = masked(logits, seen, queries.position, mask.window)
     weights, total, lse = _softmax(logits)
     out = mix(weights, seen.live) / total
     per_query = q.shape[:4]

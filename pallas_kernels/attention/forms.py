@@ -254,7 +254,7 @@ class WholeKeys(EightBitReader):
         return jnp.stack(limbs, axis=3).astype(jnp.int8), scale / LIMB
 
     def joined(self, products):
-        """Returns the products over the scale that `cut` returns, which is a 254th of the above."""
+        """Returns products with the query, in units of what `cut` returns: `scale / 254`."""
         a, b, c = products  # a is within 127² times the channels, and 254 · a + b within 31 bits
         return (a * LIMB + b).astype(jnp.float32) + c.astype(jnp.float32) * np.float32(1 / LIMB)
 

@@ -56,8 +56,8 @@ class _Pair(NamedTuple):
 class _Refs(NamedTuple):
     """Arrays that a program reads and, last, writes; None for arrays that a call does not have.
 
-    A call makes one of arrays and of the shapes of results, and one of their blocks. A program has
-    one of references.
+    A call makes one that holds arrays and the shapes of results, and one that holds their blocks. A
+    program has one that holds references.
     """
 
     query_position: Any
@@ -158,10 +158,10 @@ def split_attention(
 ]:
     """Attends over rows in any form: output in `dtype`, log-sum-exps and, if wanted, logits.
 
-    K is H or a multiple of it: list k reads head `k // (K / H)`. Without values there is no output.
+    K is H or a multiple of it: list k reads head `k // (K / H)`. Without values the output is None.
     Logits are written only for tiles that are read. All other logits are undefined, and the caller
-    must mask them. The caller gives the end of the places that are seen, and may say of each tile
-    of query rows which tiles of dense slots, from the first of `plain` to the end, need no mask.
+    must mask them. The caller gives the end of the places that are seen. For each tile of query
+    rows it may give a range `plain` of tiles of dense slots, which need no mask.
     """
     q, turn, tile = queries.q, seen.turn, launch.tile
     batch, lists, group, tokens, channels = q.shape
@@ -492,7 +492,7 @@ def binary_scale(mask: Mask) -> float:
 
 
 def binary_logits(products: Float[Array, "R N"], mask: Mask) -> Float[Array, "R N"]:
-    """Returns logits without bias and mask, times log2(e), of scaled products.
+    """Returns logits from scaled products, without bias and mask, times log2(e).
 
     With the factor, a weight is a power of 2, which a GPU computes by one instruction.
     """

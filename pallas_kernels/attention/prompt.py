@@ -16,9 +16,10 @@ from jaxtyping import Array, Float
 from pallas_kernels.attention.call import Elsewhere, join_attention, join_elsewhere
 from pallas_kernels.attention.decode import check_rows
 from pallas_kernels.attention.prompt_blocks import (
-    attention_and_maxima_by_blocks,
-    attention_and_sums_by_blocks,
+    add_shares,
+    attention_and_columns_by_blocks,
     attention_by_blocks,
+    largest_shares,
     maxima_by_blocks,
     sums_by_blocks,
 )
@@ -59,8 +60,7 @@ def prompt_attention(
 
     Args:
       queries: the queries and their positions. A row of padding gives 0.
-      k, v: keys and values of the slots. Without values there is no output, and nothing is
-        multiplied with them.
+      k, v: keys and values of the slots. Without values, only log-sum-exps are computed.
       seen: bias and position of the slots.
       mask: scale, window and soft cap (static).
       implementation: `"pallas"` (the kernel), `"interpret"` (the kernel, interpreted on any
@@ -238,7 +238,9 @@ def prompt_attention_and_sums(
     if chosen == "xla":
         none = jnp.full(q.shape[1] * q.shape[2], -jnp.inf)
         elsewhere = Elsewhere.sinks(none if sinks is None else sinks, q)
-        return attention_and_sums_by_blocks(queries, k, v, seen, elsewhere.lse, mask)
+        return attention_and_columns_by_blocks(
+            queries, k, v, seen, elsewhere.lse, mask, add=add_shares
+        )
     out, lse = prompt_attention(queries, k, v, seen, mask, implementation=chosen)
     lse, out = join_elsewhere(Elsewhere.sinks(sinks, q), lse, out)
     return out, lse, column_sums(queries, k, seen, lse, mask, implementation=chosen)
@@ -293,7 +295,9 @@ def prompt_attention_and_maxima(
     _check(queries, k, v, seen)
     _check_lse("elsewhere", elsewhere, queries)
     if chosen == "xla":
-        return attention_and_maxima_by_blocks(queries, k, v, seen, elsewhere, mask)
+        return attention_and_columns_by_blocks(
+            queries, k, v, seen, elsewhere, mask, add=largest_shares
+        )
     out, lse = prompt_attention(queries, k, v, seen, mask, implementation=chosen)
     nothing = jnp.zeros_like(out, jnp.float32), elsewhere
     out, lse, _ = join_attention([(out.astype(jnp.float32), lse), nothing])

@@ -82,21 +82,7 @@ def attention_by_blocks(
     return jax.lax.fori_loop(0, blocks.num_query, query_block, results)
 
 
-def attention_and_sums_by_blocks(
-    *args,
-) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G S"]]:
-    """Computes `prompt_attention_and_sums`."""
-    return _attention_and_columns(*args, add=_add_shares)
-
-
-def attention_and_maxima_by_blocks(
-    *args,
-) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G S"]]:
-    """Computes `prompt_attention_and_maxima`."""
-    return _attention_and_columns(*args, add=_largest_shares)
-
-
-def _attention_and_columns(
+def attention_and_columns_by_blocks(
     queries: Queries,
     k: Float[Array, "B H S D"],
     v: Float[Array, "B H S D"],
@@ -143,7 +129,7 @@ def _columns_of_head(
     *,
     add: Callable[[Array, Array, Array], Array],
 ) -> tuple[Float[Array, "B 1 G T D"], Float[Array, "B 1 G T"], Float[Array, "B 1 G S"]]:
-    """Computes `_attention_and_columns` for one KV head."""
+    """Computes `attention_and_columns_by_blocks` for one KV head."""
     q, blocks = queries.q, _Blocks.of(queries, seen, mask.window, held=True)
     to_query, to_product = _factors(mask.scale, k.dtype)
     rows = (*q.shape[:2], q.shape[2] * blocks.query_size)  # [B, H, G * query_size]
@@ -188,7 +174,7 @@ def _columns_of_head(
     return out, lse, numbers
 
 
-def _add_shares(
+def add_shares(
     sums: Float[Array, "B H G S"],
     weights: Float[Array, "B H G T S"],
     share: Float[Array, "B H G T"],
@@ -197,7 +183,7 @@ def _add_shares(
     return sums + jnp.einsum("bhgq,bhgqk->bhgk", share, weights, precision="highest")
 
 
-def _largest_shares(
+def largest_shares(
     maxima: Float[Array, "B H G S"],
     weights: Float[Array, "B H G T S"],
     share: Float[Array, "B H G T"],
@@ -220,7 +206,7 @@ def _add_sums(
     sums: Float[Array, "B H G S"], log_p: Float[Array, "B H G T S"]
 ) -> Float[Array, "B H G S"]:
     """Adds the probabilities of more queries, of which these are the logarithms."""
-    return _add_shares(sums, jnp.exp(log_p), jnp.ones(log_p.shape[:-1], log_p.dtype))
+    return add_shares(sums, jnp.exp(log_p), jnp.ones(log_p.shape[:-1], log_p.dtype))
 
 
 def _add_maxima(
@@ -272,7 +258,7 @@ def _over_queries(
 
 
 class _Mix(NamedTuple):
-    """Holds the attention of a block of queries over some of the slots.
+    """Holds a query block's attention to some of the slots.
 
     Args:
       top: largest logits, by which weights `exp(logit − top)` are scaled.

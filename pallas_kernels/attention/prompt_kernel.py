@@ -1,7 +1,7 @@
 """A prompt's attention by the attention kernel, and the kernel that reduces its columns.
 
-Before a kernel starts, positions tell which tiles of queries and blocks of slots meet, in an array
-of the number of tiles times that of blocks. A program goes through all blocks from the first to the
+Before a kernel starts, an array `[tiles, blocks]` is computed from the positions, which says which
+tiles of queries and blocks of slots meet. A program goes through all blocks from the first to the
 last that it meets: slots may be in any order, but a prompt's are mostly in that of their positions.
 """
 
@@ -166,7 +166,7 @@ def columns_by_kernel(
 
 
 def _kernel(*refs, plan: _Plan):
-    """Reduces a block of slots over the tiles of queries that may see any of its slots."""
+    """Reduces a block of slots over the query tiles that may see any of them."""
     refs = _Refs(*refs)
     slot = pl.program_id(3) * plan.block + jnp.arange(plan.block, dtype=jnp.int32)
     there = slot < plan.slots

@@ -112,13 +112,6 @@ class Mask(NamedTuple):
     soft_cap: float | None = None
 
 
-def mask_products(
-    products: Float[Array, "B H R S"], seen: Seen, query_position: Int[Array, "B T"], mask: Mask
-) -> Float[Array, "B H R S"]:
-    """Returns float32 attention logits from products `q·k`, scaled, capped and masked."""
-    return masked(capped(products * mask.scale, mask.soft_cap), seen, query_position, mask.window)
-
-
 def capped(logits: Float[Array, "*R"], soft_cap: float | None) -> Float[Array, "*R"]:
     """Returns logits between `-soft_cap` and `soft_cap`. None: as they are."""
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)

@@ -27,7 +27,7 @@ class Encoded(NamedTuple):
       values: 8-bit numbers with a scale per slot, or numbers of 4 bits and fewer, two in a byte,
         with a scale and a low per group.
       scale: `[B, H, S]`, or of groups `[B, H, S, D / group]` or `[B, H, S / group, D]`.
-      low: least value of each group, of the shape of `scale`; None: each slot has a scale alone.
+      low: least value of each group, in the shape of `scale`; None: each slot has only a scale.
 
     Example:
       >>> import jax.numpy as jnp
@@ -347,8 +347,8 @@ def _over_blocks(values: Array, scale: Array, axis: Axis, add: Callable, carry: 
 def _decoded(values, scale, low, axis: Axis, start: Array | int, count: int, live=None):
     """Decodes the rows of a block to float32: one array, or one per half of the channels.
 
-    Returns the arrays and a factor per slot, by which its row must still be multiplied (None: there
-    are no factors). With `live`, rows without a live slot are finite; without, rows are as stored.
+    Returns the arrays and a factor per slot, by which its row must still be multiplied (None
+    without factors). With `live`, rows without a live slot are finite; else rows are as stored.
     """
     slots = values.shape[2]
 

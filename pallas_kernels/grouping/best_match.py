@@ -85,7 +85,7 @@ def best_match(
     tile: Tile,
     interpret: bool,
 ) -> tuple[Float[Array, "B H M"], Int[Array, "B H M"]]:
-    """Finds for each row of A the most similar row of B in the chunk of the same number.
+    """Finds the most similar row of B for each row of A, in the chunk with the same number.
 
     Ties go to the lower row. Products and sums are float32; stored numbers of fewer bits are
     multiplied without conversion.

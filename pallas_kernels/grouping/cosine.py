@@ -60,7 +60,7 @@ def round_cosine(
 def above(cosine: Float[Array, ...], threshold: float, channels: int) -> Bool[Array, ...]:
     """Returns whether cosines of D channels, rounded by `round_cosine`, are above a threshold.
 
-    A cosine counts as above only by more than a step, so one equal to the threshold never does.
+    A cosine must exceed the threshold by more than a step: one that is equal to it never counts.
 
     Example:
       >>> import jax.numpy as jnp

@@ -46,7 +46,7 @@ class Tiles(NamedTuple):
 
     @classmethod
     def of(cls, size: int, chosen: str) -> Tiles:
-        """Makes as few tiles of whole strips as the limit of cosines held at a time allows."""
+        """Makes as few tiles of whole strips as can be; one tile's cosines are held at a time."""
         on_cpu = chosen == "xla" and jax.default_backend() == "cpu"
         number = -(-size // math.isqrt(COSINES if on_cpu else ACCELERATOR_COSINES))
         return cls(number, -(-size // (number * STRIP)) * STRIP)

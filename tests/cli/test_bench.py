@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import pytest
 from rich.filesize import decimal
 
 from kvjax.cli import bench_command
@@ -35,15 +36,20 @@ def test_json_of_a_shape(capsys, tinystories):
     assert full["resident_bytes"] == record["weight_bytes"] + full["cache_bytes"]
 
 
-def test_what_does_not_fit_into_memory(capsys, monkeypatch, no_weights):
+@pytest.mark.parametrize(
+    ("options", "dtype", "size"),
+    [((), "float32", 4), (("--dtype", "bfloat16"), "bfloat16", 2)],
+    ids=["float32", "bfloat16"],
+)
+def test_what_does_not_fit_into_memory(capsys, monkeypatch, no_weights, options, dtype, size):
     monkeypatch.setattr(bench_command, "free_memory", lambda: 10**8)
     # The methods that are measured by default change two layers, too.
-    found = error(capsys, "bench", "--shape", "smollm2-135m", "--layers", 2)
+    found = error(capsys, "bench", "--shape", "smollm2-135m", "--layers", 2, *options)
     # Of all weights the tied embedding is the largest, and three more such arrays are drawn from.
     embedding = 49152 * 576
     layer = 2 * 576 * (9 + 3) * 64 + 3 * 576 * 1536 + 2 * 576
-    needed = decimal(4 * (4 * embedding + 2 * layer + 576))
-    assert f"smollm2-135m with 2 layers in float32 and the caches of full need {needed}" in found
+    needed = decimal(size * (4 * embedding + 2 * layer + 576))
+    assert f"smollm2-135m with 2 layers in {dtype} and the caches of full need {needed}" in found
     assert "100.0 MB are free: give fewer --layers" in found
 
 

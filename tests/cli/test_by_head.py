@@ -22,13 +22,6 @@ TEXT = "Once upon a time there was a girl named Lily. She had a red ball and a b
 
 
 @pytest.fixture
-def document(tmp_path):
-    file = tmp_path / "document.txt"
-    file.write_text(TEXT)
-    return file
-
-
-@pytest.fixture
 def read(capsys, tinystories, document, tmp_path):
     """Reads the document, and returns the arguments of a command that would."""
 

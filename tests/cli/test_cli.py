@@ -107,7 +107,7 @@ class Pieces:
 
     @staticmethod
     def fallback(ids):
-        """A run of byte tokens that is no text becomes one sign per byte."""
+        """A run of byte tokens that is not text becomes one sign per byte."""
         try:
             return bytes(ids).decode()
         except UnicodeDecodeError:

@@ -102,7 +102,7 @@ def test_what_is_used_least_goes(settings, monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_code_is_there_in_the_next_process(tmp_path):
-    """Garbage, as what a killed process has written, is no error."""
+    """Garbage, such as a killed process has written, is not an error."""
     assert run(tmp_path) == "12.0 False"
     assert run(tmp_path) == "12.0 True"
     files = [path for path in tmp_path.rglob("*") if path.is_file()]

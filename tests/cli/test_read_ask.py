@@ -23,13 +23,6 @@ TEXT = "Once upon a time there was a girl named Lily. She had a red ball and a b
 
 
 @pytest.fixture
-def document(tmp_path):
-    file = tmp_path / "document.txt"
-    file.write_text(TEXT)
-    return file
-
-
-@pytest.fixture
 def read(capsys, tinystories, document, tmp_path):
     """Reads the document with the full cache, or as options say, and returns what is printed."""
 

@@ -225,8 +225,12 @@ def test_a_request_beyond_the_models_positions_is_refused(capsys):
     assert main([*words, "--tokens", "8001", "--method", moved]) == 0
 
 
-@pytest.mark.parametrize("name", ["model.gguf", "blob"])
-def test_a_gguf_file_is_planned_by_its_header(capsys, tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "options", "size"),
+    [("model.gguf", [], 2), ("blob", ["--dtype", "float32"], 4)],
+    ids=["model.gguf", "blob"],
+)
+def test_a_gguf_file_is_planned_by_its_header(capsys, tmp_path, name, options, size):
     """The file has no weights: it is 13 GB of nothing on a disk that stores holes."""
     config = LlamaConfig(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=12, num_attention_heads=32,
@@ -247,8 +251,8 @@ def test_a_gguf_file_is_planned_by_its_header(capsys, tmp_path, name):
     os.truncate(tmp_path / name, -(-header // 32) * 32 + 4 * count)
 
     words = ["plan", "--model", str(tmp_path / name), "--method", "full", "--tokens", "3584"]
-    assert main([*words, "--json"]) == 0
+    assert main([*words, *options, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["weight_bytes"] == 2 * count
+    assert found["weight_bytes"] == size * count
     assert found["positions"] == 4096
     assert found["methods"]["full"]["requests_that_fit"] > 0

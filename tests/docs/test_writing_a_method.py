@@ -111,7 +111,8 @@ def test_the_gate_is_saved_in_a_composition_and_found_by_its_path(names, tmp_pat
     same_arrays(loaded, context)
     answer = kvjax.generate(model(), [[5, 9, 2]], context=loaded, max_new_tokens=3)
     length = len(RAGGED[0])
-    for part in layer_caches(answer.context.caches):  # the question is no document, and stays whole
+    # The question is not a document, and stays whole.
+    for part in layer_caches(answer.context.caches):
         kept = np.asarray(part.kv.position)
         assert all((kept == at).any(-1).all() for at in range(length, length + 6))
     path = str(tmp_path / "gate")

@@ -28,6 +28,12 @@ REAL = ("full", "snapkv(budget=0.25)", "clusterkv(budget=0.25)", "quantize",
 ROOT = Path(__file__).parents[2]
 
 
+def prompts() -> list[list[int]]:
+    """Draws two prompts of unequal lengths for tiny models."""
+    rng = np.random.default_rng(1)
+    return [rng.integers(3, 64, length).tolist() for length in (30, 23)]
+
+
 def texts_beyond_the_window(path: Path) -> list[list[int]]:
     """Returns two texts for Gemma 3 270M that are longer than its windows of 512."""
     tokens = load_tokenizer(path)((ROOT / "ARCHITECTURE.md").read_text())["input_ids"]

@@ -16,6 +16,7 @@ from kvjax.models import from_pretrained
 from tests.foreign.port import (
     REAL,
     by_hand,
+    prompts,
     read_and_asked,
     texts_beyond_the_window,
     tiny_port,
@@ -51,11 +52,6 @@ def tiny():
 @pytest.fixture(scope="module")
 def theirs(package):
     return package.converted(tiny())
-
-
-def prompts() -> list[list[int]]:
-    rng = np.random.default_rng(1)
-    return [rng.integers(3, 64, length).tolist() for length in (30, 23)]
 
 
 def test_their_model_with_their_own_cache_writes_what_the_port_writes(package):

@@ -1,4 +1,4 @@
-"""The Llama 3 of jax-llm-examples, which is no package: its own loop in kvjax's caches.
+"""The Llama 3 of jax-llm-examples, which is not a package: its own loop in kvjax's caches.
 
 KVJAX_JAX_LLM_EXAMPLES names a folder that has the repository (github.com/jax-ml/jax-llm-examples).
 """
@@ -18,6 +18,7 @@ import pytest
 from jax.sharding import AxisType
 
 import kvjax
+from tests.foreign.port import prompts
 
 ADAPTERS = Path(__file__).parents[2] / "examples" / "adapters"
 NEW, WIDTH = 16, 32
@@ -54,11 +55,6 @@ def weights(llama, cfg):
     """Draws weights whose texts do not repeat a token."""
     drawn = llama.Weights.init(jax.random.key(0), cfg)
     return jax.tree.map(lambda x: x * 3 if x.ndim > 1 else x, drawn)
-
-
-def prompts() -> list[list[int]]:
-    rng = np.random.default_rng(1)
-    return [rng.integers(3, 64, length).tolist() for length in (30, 23)]
 
 
 def their_loop(llama, cfg, params, cache):

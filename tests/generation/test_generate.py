@@ -361,18 +361,18 @@ def test_every_setting_of_transformers_is_sorted():
     assert not unsupported_settings(GenerationConfig._get_default_generation_params())
 
 
-# Logits that are no numbers
+# Logits that are NaN
 
 
 def with_break(where: int) -> Decoder:
-    """The model with an embedding of one token that is no number."""
+    """The model with NaN in the embedding of one token."""
     broken = nnx.clone(model())
     broken.embed.embedding[...] = broken.embed.embedding[...].at[where].set(jnp.nan)
     return broken
 
 
 @pytest.mark.parametrize(("sampling", "streaming"), [(None, False), (kvjax.Sampling(0.8), True)])
-def test_logits_that_are_no_numbers_end_the_call(sampling, streaming):
+def test_logits_that_are_nan_end_the_call(sampling, streaming):
     tokens = generate(sampling=sampling).tokens
     # The first token that no row has read or written before, and the step that reads it.
     row, step = next(

@@ -38,7 +38,7 @@ def finite(x) -> np.ndarray:
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """For kernels; XLA decodes blocks of slots that are no multiple of a group, and a rest."""
+    """For kernels; XLA decodes blocks of slots that are not a multiple of a group, and a rest."""
     use_small_tiles(monkeypatch)
     monkeypatch.setattr(bits, "BLOCK", 20)
     monkeypatch.setattr(codebook, "BLOCK", 20)

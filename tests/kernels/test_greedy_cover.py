@@ -68,7 +68,7 @@ COVERS = {"9-1": (9, 1), "300-32": (300, 32)}
 
 @pytest.mark.parametrize(("capacity", "few", "implementation"), each_way(COVERS, fast=["9-1"]))
 def test_many_tiles(cover_with, capacity, few, implementation):
-    """Groups across tiles, entries one by one and many at a time; NaN in what is no member."""
+    """Groups across tiles, entries one by one and many at a time; NaN outside of members."""
     size, draws, tiles = 150, ((7, 3), (5, 40)), {}
     if implementation == "xla":
         size, draws, tiles = 290, ((2, 6), (5, 60)), {"COSINES": 64**2, "PIVOTS": 8}

@@ -9,16 +9,13 @@ import pytest
 
 from pallas_kernels import hadamard_transform
 from tests.references import hadamard as reference
+from tests.support.draws import normal
 from tests.support.lowering import lower_for_cuda
 from tests.support.tolerances import close
 
 transform = jax.jit(hadamard_transform)
 # Powers of two, blocks of 16, 32 and 2 channels, and an odd number.
 DIMS = [1, 2, 16, 64, 80, 96, 128, 256, 14, 7]
-
-
-def normal(*shape, seed=0, dtype="float32"):
-    return np.random.default_rng(seed).normal(size=shape).astype(jnp.dtype(dtype))
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_ties_go_to_the_lower_cluster(metric, implementation):
 
 @pytest.mark.parametrize("implementation", EVERY)
 def test_members_without_any_cluster(implementation):
-    """They are in none, like those that are no members."""
+    """They are in none, like keys that are not members."""
     keys, members, centroids, there = ragged(4)
     label, _ = run(keys, members, centroids, np.zeros_like(there), implementation=implementation)
     assert (label == CLUSTERS).all()

@@ -21,7 +21,7 @@ def run(*args, implementation):
 @pytest.mark.parametrize("implementation", EVERY)
 @pytest.mark.parametrize(("vectors", "entries", "dim"), [(70, 150, 5), (9, 12, 64), (3, 40, 128)])
 def test_the_nearest(vectors, entries, dim, implementation):
-    """More vectors and entries than a tile has, and fewer; what is no entry may hold anything."""
+    """More vectors and entries than a tile has, and fewer; free places may hold anything."""
     rng = np.random.default_rng(dim)
     vectors = rng.normal(size=(2, vectors, dim)).astype(np.float32)
     entries = rng.normal(size=(2, entries, dim)).astype(np.float32)

@@ -82,7 +82,7 @@ MEANS = {
     ("size", "dtype", "implementation"), each_way(MEANS, fast=["7-bfloat16", "512-float32"])
 )
 def test_means(size, dtype, implementation):
-    """In whole blocks, none, and a rest; what is no target stays bit for bit."""
+    """In whole blocks, none, and a rest; places that are not targets stay bit for bit."""
     rng = np.random.default_rng(size)
     batch, heads, dim = 2, 3, 5
     into = np.empty((batch, heads, size), np.int32)

@@ -121,7 +121,7 @@ def test_zero_and_nan_keys_have_edges(implementation):
 
 @pytest.mark.parametrize("channels", [1, 4, 20, 128, 256])
 def test_rounding_in_a_kernel_is_rounding(channels):
-    """Halves of steps go to the even one, and what is no number stays none."""
+    """Halves of steps go to the even one, and NaN stays NaN."""
     step, rng = cosine_step(channels), np.random.default_rng(0)
     x = np.concatenate([
         rng.uniform(-1, 1, 5000), (np.arange(-60, 60) + 0.5) * step, [1, -1, 0, np.nan],

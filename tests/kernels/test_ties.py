@@ -12,7 +12,7 @@ import pytest
 import kvjax
 from pallas_kernels import join_anchors, pair_cosine, soft_matching
 
-A, B = [1, 2, 1, 0, 1, 2, 2, 2], [2, 2, 2, 0, 0, 0, 0, 0]  # of lengths that are no whole numbers
+A, B = [1, 2, 1, 0, 1, 2, 2, 2], [2, 2, 2, 0, 0, 0, 0, 0]  # whose lengths are not whole numbers
 LENGTHS = [(1, 2), *(pytest.param(x, marks=pytest.mark.slow) for x in ((1, 1), (3, 1)))]
 DRAWS = 40
 

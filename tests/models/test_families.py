@@ -19,6 +19,7 @@ from tests.support.decoders import assert_equal
 from tests.support.hf_models import LENGTHS, SIZES, both_logits, reference_logits
 from tests.support.hf_models import save_reference as save
 from tests.support.marks import some_slow
+from tests.support.tensor_changes import put, remove
 from tests.support.tolerances import close
 
 # Random models of transformers are computed with its own eager attention: the others leave out the
@@ -170,20 +171,16 @@ def test_chatglm_without_its_head(glm_folder, chatglm_folder):
 QKV = "transformer.encoder.layers.1.self_attention.query_key_value.weight"
 
 
-def remove(name):
-    return lambda tensors: tensors.pop(name)
-
-
-def put(name, shape):
-    return lambda tensors: tensors.update({name: np.ones(shape, np.float32)})
+def ones(*shape: int) -> np.ndarray:
+    return np.ones(shape, np.float32)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (remove(QKV), "1 tensors are missing: " + QKV),
-        (put("model.layers.0.self_attn.q_proj.weight", (64, 32)), "q_proj.weight .*unknown"),
-        (put(QKV, (96, 32)), QKV + r" .*has shape \[96, 32\], expected \[128, 32\]"),
+        (put("model.layers.0.self_attn.q_proj.weight", ones(64, 32)), "q_proj.weight .*unknown"),
+        (put(QKV, ones(96, 32)), QKV + r" .*has shape \[96, 32\], expected \[128, 32\]"),
         (lambda tensors: tensors[QKV].fill(np.nan), f"{QKV} of .* has NaN or infinite"),
     ],
 )

@@ -33,6 +33,7 @@ from tests.support.gguf_models import (
     write_model,
 )
 from tests.support.hf_models import pytorch, random_reference
+from tests.support.tensor_changes import put, remove
 
 LLAMA3 = {
     "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -412,14 +413,6 @@ def test_large_tensors_are_dequantised_in_parts(tmp_path):
 # What is refused
 
 UP = "blk.0.ffn_up.weight"
-
-
-def remove(name):
-    return lambda tensors: tensors.pop(name)
-
-
-def put(name, value):
-    return lambda tensors: tensors.update({name: value})
 
 
 @pytest.mark.parametrize(

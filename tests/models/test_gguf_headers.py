@@ -45,7 +45,7 @@ def test_a_header_is_read_again_when_it_has_changed(sound, tmp_path):
     header = read_header(path)
     assert read_header(path) is header
     path.write_bytes(data[:end] + bytes(len(data) - end))
-    assert read_header(path) is header, "tensors are no part of it"
+    assert read_header(path) is header, "tensors are not part of it"
     path.write_bytes(data.replace(b"token7", b"taken7"))
     assert "taken7" in read_header(path).metadata["tokenizer.ggml.tokens"]
     path.write_bytes(data[:-8])

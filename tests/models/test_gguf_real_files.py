@@ -34,7 +34,7 @@ def test_special_tokens_of_qwen(qwen):
     assert shown(tokenizer, "<|im_start|>Hi</s><tool_call>") == "Hi<tool_call>"
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") == 151645
     assert kvjax.models.chat_end_tokens(tokenizer) == (151645,)
-    text = "<|im_start|> is no marker here"
+    text = "<|im_start|> is not a marker here"
     assert text in tokenizer.decode(prompt := Dialogue(tokenizer).prompt(text))
     assert prompt.count(151644) == 3, "system, user, assistant"
 

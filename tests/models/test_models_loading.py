@@ -26,6 +26,7 @@ from kvjax.models.safetensors_files import open_tensors
 from kvjax.models.tensor_names import TensorNames, Weight
 from tests.support.decoders import assert_equal, parameters
 from tests.support.hf_models import Stepper, reference_logits, save_reference
+from tests.support.tensor_changes import put, remove
 
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -92,14 +93,6 @@ def test_buffers_of_old_checkpoints_are_ignored(checkpoint, saved):
             tensors[name] = np.ones(4, np.float32)
 
     assert_equal(from_pretrained(checkpoint(old)), from_pretrained(saved[False][0]))
-
-
-def remove(name):
-    return lambda tensors: tensors.pop(name)
-
-
-def put(name, value):
-    return lambda tensors: tensors.update({name: value})
 
 
 def renamed(before, head=None):
@@ -205,7 +198,7 @@ def test_as_many_layers_as_the_file_says(checkpoint, layers):
         assert str(caught.value).startswith(f"{path}: num_hidden_layers")
 
 
-# What is no plain model
+# What is not a plain model
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def greedy_cover(
 
     until nothing is left.  With `capacity` entries made, every vertex still uncovered points at the
     entry with the highest cosine, the lowest on ties, and is counted in `overflow` (once, whatever
-    its weight).  Zero vectors are no vertices.
+    its weight).  Zero vectors are not vertices.
     """
     vectors = np.asarray(vectors, np.float64)
     count = len(vectors)

@@ -51,7 +51,7 @@ class Quest(Recalling):
     With first_page=False the first page has to be among the best, as in the paper.  Pages are
     `page` consecutive live tokens in the order of their positions; generated tokens go on filling
     the last one.  A KV head goes by the maximum of the page's scores over its group.  With a
-    sliding window, pages all of whose tokens lie outside it are no candidates.
+    sliding window, pages all of whose tokens lie outside it are not candidates.
 
     The bounds of a page are `spread` standard deviations below and above the mean of its keys, by
     channel; with spread=None they are its smallest and largest keys, as in the paper.  With

@@ -1,4 +1,4 @@
-"""How wide indices are, and what is no codebook.
+"""How wide indices are, and what is refused as a codebook.
 
 `tests/transforms/test_spindlekv.py` compares entries and codes with the reference, and
 `tests/kernels/test_encoded_kernels.py` attention to them.

@@ -42,6 +42,7 @@ from tests.support.attending import (
     run,
     structure,
 )
+from tests.support.draws import normal
 from tests.support.marks import slow
 from tests.support.tolerances import close
 
@@ -53,10 +54,6 @@ FORMS = {
     "token": Quantize(4, group=GROUP, key_axis="token"),
     "channel": Quantize(4, group=GROUP, residual=RESIDUAL),
 }
-
-
-def normal(*shape, seed=0, dtype="float32") -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=shape).astype(jnp.dtype(dtype))
 
 
 def wide(x) -> np.ndarray:
@@ -494,7 +491,7 @@ def test_what_is_rotated(transform, keys, values):
 )
 @pytest.mark.slow
 def test_reading_over_groups_of_slots(name, group):
-    """Whole groups are encoded at a flush, also where the interval is no multiple of the group."""
+    """Whole groups are encoded at a flush, also where the interval is not a multiple of it."""
     form = FORMS["channel"] if group == GROUP else Quantize(4, group=group)
     done, full = standard(in_groups(name, form)), standard(kvjax.Full())
     for out, other in zip(done.outs, full.outs, strict=True):

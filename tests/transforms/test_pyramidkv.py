@@ -61,7 +61,7 @@ SHAPES = [
     *itertools.product((33, 48), (32,), (20, 3), (2, 5, 12)),
     # many equal remainders: shares 3, 2.5, 2, 1.5, 1, and shares in halves and thirds
     *itertools.product((4, 5, 6, 7), (2,), (2, 3, 4), (3, 5, 7, 9)),
-    # betas that are no binary fractions: 1.1 is 11 / 10
+    # betas that are not binary fractions: 1.1 is 11 / 10
     *itertools.product((13, 29), (8,), (1.1, 2.2, 6.6), (3, 6)),
 ]
 

@@ -79,7 +79,7 @@ class FullRun:
 
     Attributes:
       start: position of each row's first new token.
-      turns: inputs of each layer for the questions; None if there are no questions.
+      turns: inputs of each layer for the questions; None without questions.
       truth: decode steps of each layer; the leading axis counts new tokens.
     """
 

@@ -175,7 +175,7 @@ class Encoder:
         return tuple(self.encode_next(text).tokens.tolist())
 
     def dots(self, count: int) -> list[int]:
-        """Returns `count` tokens of dots: they stand for a character that there is no room for."""
+        """Returns `count` tokens of dots: they stand for a character that does not fit."""
         return [*self._dot * count][:count]
 
     def encode_first(self, text: str) -> EncodedText:

@@ -156,7 +156,7 @@ class CodebookPayload(EncodedPayload):
 
         They are encoded token by token, and within a token head by head. A row refers to the entry
         with the highest cosine if that is above theta. Otherwise it becomes an entry, or refers to
-        the nearest one if there is no room.
+        the nearest one without room for it.
         """
         payload = self
         if moves is not None:
@@ -336,7 +336,7 @@ def make_books(
     books.
 
     Args:
-      kept: slot of a payload whose row each slot still has, -1 where it has another row.
+      kept: for each slot, the slot of its payload that had its row before; -1: the row is another.
     """
     book, lists_here = payloads[0].book, rows.shape[2]
     referred = jnp.stack([x._entries_of(slots) for x, slots in zip(payloads, kept, strict=True)])

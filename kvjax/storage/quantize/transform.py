@@ -37,15 +37,15 @@ class Quantize(KVTransform):
     are asymmetric, in groups of `group` numbers: `scale = (max - min) / 15`,
     `x' = min + scale · q`, with scale and min in the cache's dtype. With 3 and 2 bits, which have 8
     and 4 numbers, scale and min are those with the least squared error instead, as far as three
-    rounds of `pallas_kernels.quantise_groups` find them. A group of values consists of
-    consecutive channels of a token. A group of keys consists of consecutive slots of a channel
-    (`key_axis="channel"`), because some channels of keys are much larger than others; or of
-    channels of a token, as for values. Groups of slots are counted from the first slot of each row
-    and KV head. Keys and values of the tokens behind the last complete group are kept unencoded,
-    and so are new tokens until there are `residual` of them.
+    rounds of `pallas_kernels.quantise_groups` find them. A group of values is consecutive channels
+    of a token. A group of keys is consecutive slots of a channel (`key_axis="channel"`), because
+    some channels of keys are much larger than others; or channels of a token, as for values. Groups
+    of slots are counted from the first slot of each row and KV head. Keys and values of the tokens
+    behind the last complete group are kept unencoded, and so are new tokens until there are
+    `residual` of them.
 
     Where a group or a slot mixes channels, rows are transformed twice before they are rounded.
-    First, keys are encoded relative to a mean and a scale of each channel of their head:
+    First, keys are encoded relative to a mean and a scale for each of their head's channels:
     `k = mean + scale · x`. They come from the keys of the head's first prompt, and stay as long as
     anything of that prompt does. The scale is the standard deviation to the power of 0.75, or less
     with few keys. Second, keys and values are rotated: `x H` and `v H` are encoded, where H is the

@@ -85,8 +85,8 @@ class Chelsea(Learner):
       keep_layers: layers that keep everything, within the share of the outlier heads: as many of
         the outlier heads with the lowest rank are compressed instead.
       outlier_threshold: cosine above which an edge counts when `kvjax.calibrated` finds the outlier
-        heads, between the similarities in most heads and those in the outliers. None: there are no
-        outlier heads but those that are given.
+        heads, between the similarities in most heads and those in the outliers. None: only given
+        heads are outliers.
       outlier_share: share of all heads that are outliers, rounded to the nearest count; 0.04 as in
         the paper.
 

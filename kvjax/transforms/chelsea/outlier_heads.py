@@ -68,7 +68,7 @@ class OutlierHeads(Calibration):
         return self.num_layers, self.kv_heads
 
     def with_layers(self, layers: tuple[int, ...]) -> OutlierHeads:
-        """Adds all heads of these layers, and drops as many of the last other heads.
+        """Adds all heads of these layers, and drops the last others so that the number stays.
 
         If the layers have more heads than there were outliers, only theirs remain.
         """

@@ -228,7 +228,7 @@ class KVCrush(Wrapper):
     ) -> tuple[Bool[Array, "B H S"], Bool[Array, "B Q S"] | None]:
         """Returns the tokens that the base keeps, in whole units, and every token's bits.
 
-        There are no bits with k-means, which does not use them.
+        The bits are None with k-means, which does not use them.
         """
         kept = decision.kept(cache)
         if self.kmeans:

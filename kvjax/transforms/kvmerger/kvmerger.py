@@ -135,7 +135,7 @@ class KVMerger(Unmerged):
             raise ValueError("against='anchor' needs epsilon=, got None")
 
     def extent(self, extent: Extent) -> Extent:
-        """Bounds the prompt to the budget; without a budget there is no bound."""
+        """Bounds the prompt to the budget, if there is one."""
         return extent if self.budget is None else super().extent(extent)
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Array | None]:  # pyright: ignore[reportIncompatibleMethodOverride]  # its own state

@@ -23,8 +23,8 @@ from kvjax.transforms.spindlekv.schedule import SpindleBudget
 class LayerBudgetEviction(KVTransform):
     """Keeps the newest tokens of a prompt and those that they attend to, fewer in each layer.
 
-    The W newest tokens always stay; the others are the context. On average over the layers, the
-    share of the context that stays of a prompt of L tokens is `r_c = (r·L - W) / (L - W)`. It falls
+    The W newest tokens always stay; the others are the context. With L tokens in a prompt, the
+    share of the context that stays is `r_c = (r·L - W) / (L - W)` on average over layers. It falls
     linearly from layer 0 to the last, with `α = (1 + β) / 2`:
 
         β < r_c ≤ α:  from min(1, 2·r_c - β) to β         α < r_c:  from 1 to 2·r_c - 1

@@ -48,7 +48,7 @@ def test_losses_are_those_of_answers_after_documents(folder, data, monkeypatch):
     cases = material.task("squad", 280).cases
     assert [case.details["passage"] for case in cases] == [0, 0, 1, 1]
     answers = [case.details["answer_tokens"] for case in cases]
-    assert min(map(len, answers)) > 1, "max_new is no limit of an answer that is given"
+    assert min(map(len, answers)) > 1, "max_new does not limit a given answer"
     records = {(c.question, c.method, c.budget): r for c, r in results.records.items()}
     expected = answer_nll(model, kvjax.read(model, [x.prompt for x in cases], max_new=16), answers)
     for question in ("inside", "after"):

@@ -205,13 +205,6 @@ def test_what_is_refused(options, error, message):
         KVJaxLM(DEMO, **options)
 
 
-def smollm2() -> str:
-    given = os.environ.get("KVJAX_SMOLLM2")
-    if not given or not Path(given).is_dir():
-        pytest.skip("no SmolLM2-135M-Instruct: set KVJAX_SMOLLM2 to its folder")
-    return given
-
-
 def run(folder: Path, *options: str) -> dict[str, dict]:
     """Runs the harness's command in a folder; returns the results of each task."""
     cache = {"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}
@@ -257,10 +250,10 @@ def test_the_command_on_wikitext(tmp_path, data_dir):
 
 
 @pytest.mark.slow
-def test_the_command_finds_needles(tmp_path, data_dir):
+def test_the_command_finds_needles(tmp_path, data_dir, smollm2):
     """SmolLM2 finds needles with the full cache, and with a window those that are in it."""
-    folder, text = smollm2(), (data_dir / "text" / "wikitext2.test.txt").read_text("utf-8")
-    tokenizer = load_tokenizer(folder)
+    text = (data_dir / "text" / "wikitext2.test.txt").read_text("utf-8")
+    tokenizer = load_tokenizer(smollm2)
     task = ruler(
         "niah_single_2", tokenizer, text, length=512, cases=4, seed=0,
         frame=Frame.of(tokenizer, chat=False),
@@ -269,7 +262,7 @@ def test_the_command_finds_needles(tmp_path, data_dir):
     write_lines(tmp_path / "needles.jsonl", rows)
     results = [
         run(tmp_path, "--tasks", "kvjax_needles", "--batch_size", "4",
-            "--model_args", f"pretrained={folder},{method}")["kvjax_needles"]
+            "--model_args", f"pretrained={smollm2},{method}")["kvjax_needles"]
         for method in ("transform=full", "transform=streaming_llm,budget=64")
     ]  # fmt: skip
     near = [x.answers[0] in tokenizer.decode(x.prompt[-60:]) for x in task.cases]  # and four sinks
@@ -278,18 +271,17 @@ def test_the_command_finds_needles(tmp_path, data_dir):
 
 
 @pytest.mark.slow
-def test_the_harness_own_model_says_the_same():
+def test_the_harness_own_model_says_the_same(smollm2):
     """SmolLM2 with the full cache: log-likelihoods, greedy answers and texts.
 
     The harness computes in float64, since its rounding in float32 is the larger one.
     """
-    folder = smollm2()
     pytest.importorskip("accelerate", reason="the harness's hf needs torch and accelerate")
     from lm_eval.models.huggingface import HFLM
 
     settings = {"batch_size": 2, "max_length": 64}
-    ours = KVJaxLM(folder, dtype="float32", **settings)
-    hf = HFLM(folder, device="cpu", dtype="float64", **settings)
+    ours = KVJaxLM(str(smollm2), dtype="float32", **settings)
+    hf = HFLM(str(smollm2), device="cpu", dtype="float64", **settings)
     pairs = [("The capital of France is", x) for x in (" Paris", " a city", " Berlin.")]
     pairs += [("", "Once upon a time"), ("One two three", " four five six")]
     until = {"until": ["\n"], "max_gen_toks": 16, "do_sample": False}

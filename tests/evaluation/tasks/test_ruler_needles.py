@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import Counter
-from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
@@ -146,19 +144,12 @@ def test_a_text_without_ends_of_sentences_is_cut_at_the_depth():
         assert abs(off) < 5 or after == 0 < off <= 100, "the end of the text is an end"
 
 
-def smollm2() -> Path:
-    given = os.environ.get("KVJAX_SMOLLM2")
-    if not given or not Path(given).is_dir():
-        pytest.skip("no SmolLM2-135M-Instruct: set KVJAX_SMOLLM2 to its folder")
-    return Path(given)
-
-
 @pytest.mark.parametrize(
     "model", ["demo", "tinystories", pytest.param("smollm2", marks=pytest.mark.slow)]
 )
-def test_lists_of_uuids_have_the_form_of_rulers_own(model, data_dir):
-    folders = {"demo": demo.directory, "tinystories": lambda: data_dir / "tinystories-656k"}
-    tokenizer = load_tokenizer(folders.get(model, smollm2)())
+def test_lists_of_uuids_have_the_form_of_rulers_own(model, data_dir, request):
+    folders = {"demo": demo.directory(), "tinystories": data_dir / "tinystories-656k"}
+    tokenizer = load_tokenizer(folders.get(model) or request.getfixturevalue(model))
     published = data_dir / "needle" / "niah_multikey_3_4096.jsonl"
     examples = [json.loads(line) for line in published.read_text().splitlines()[:20]]
     for number, example in enumerate(examples):
@@ -185,7 +176,7 @@ def form(prompt: str) -> Counter:
 
 
 def cut_line(prompt: str) -> str:
-    """The one line that is no whole one, as `form` has it."""
+    """The one line that is cut, as `form` has it."""
     lines = [" ".join(line.split()) for line in prompt.split("\n")]
     cut = [line for line in lines if line[:6] == "One of"[: len(line)] and line[-1:] != "."]
     assert len(cut) <= 1

@@ -25,9 +25,9 @@ def article_questions(
 ) -> Prompt:
     """Makes a case of `qa_1`: a question, and its paragraph among others.
 
-    Paragraphs of the same article come before those of other articles, as many as there is room
-    for, and the question's is at a random place among them. The last one is cut off when the tokens
-    are used up; it is never the question's.
+    As many paragraphs as fit are there, those of the same article before those of others, and the
+    question's is at a random place among them. The last one is cut off when the tokens are used up;
+    it is never the question's.
 
     Args:
       encoder: encoder of the model's tokenizer.
