@@ -74,8 +74,8 @@ FRONTIER = (
 # One part at a time, at a tenth of the tokens.
 PARTS = (
     by_head(OWN, 0.1), by_head(OWN, 0.1, use=0.0), by_head(OWN, 0.1, use=1.0),
-    by_head(OWN, 0.1, use=0.33), by_head(OWN, 0.1, use=0.67), by_head(OWN, 0.1, kernel=3),
-    by_head(OWN, 0.1, piece=512), by_head(OWN, 0.1, piece=1408), scored(OWN, 0.1),
+    by_head(OWN, 0.1, use=0.33), by_head(OWN, 0.1, use=0.67), by_head(OWN, 0.1, piece=512),
+    by_head(OWN, 0.1, piece=1408), scored(OWN, 0.1),
     by_head(KVZIP, 0.1), by_head(KVZIP, 0.1, values=False), by_head(KVZIP, 0.1, kernel=1),
     scored(KVZIP, 0.1),
 )  # fmt: skip

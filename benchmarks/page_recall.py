@@ -13,7 +13,7 @@ the first, the newest, and the best others by the largest score over the head's 
 `errors` has the distance of attention's output from the full one, in per cent of its size, where
 pages that are not chosen are left out (`none`), or one virtual slot stands for each of them (`all`)
 or for the best quarter of all pages behind the chosen ones (`quarter`): the mean key, the mean
-value, and the log of the page's tokens, as with `Quest(estimate=True)`.
+value, and the log of the page's tokens. Quest itself leaves them out.
 
 Scores: `bounds` are the paper's, by the least and the greatest value of each channel; `mean` is
 that of an average key, and `mean ± s` adds s times `Σ_c |q_c| deviation_c`, as `Quest(spread=s)`

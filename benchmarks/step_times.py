@@ -23,8 +23,7 @@ from kvjax.models import from_pretrained, load_tokenizer
 
 METHODS = (
     "full", "quest(budget=0.1, spread=None)", "quest(budget=0.1, spread=1.0)",
-    "quest(budget=0.1, spread=1.0, estimate=True)", "clusterkv(budget=0.1)",
-    "clusterkv(budget=0.1, estimate=True)",
+    "clusterkv(budget=0.1)",
 )  # fmt: skip
 NEW, ROOM = 64, 32  # tokens of an answer and of a question, at most
 

@@ -592,20 +592,6 @@ class Step:
         return of_rows(self.rows, new, old)
 
 
-@pytree_node
-class Estimate(NamedTuple):
-    """Virtual slots, each of which stands for tokens that a step does not read.
-
-    Args:
-      keys, values: means of these tokens' keys and values.
-      log_mass: log of how many tokens each stands for, in each of K lists; -inf: none.
-    """
-
-    keys: Float[Array, "B H M D"]
-    values: Float[Array, "B H M D"]
-    log_mass: Float[Array, "B K M"]
-
-
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class View:
@@ -620,7 +606,6 @@ class View:
       fixed: how many entries at the front every list of a cache has, such as sinks (static).
       rows: keys and values of the selection, `[B, K, N, D]` each, if a transform has fetched them
         already; entries that are none have anything there. None: attention reads them.
-      estimate: what stands for the slots outside the selection; None: nothing does.
       window: sliding window of the attention, as given to `attend`: what lies outside it is not
         worth selecting (static).
       implementation: of the operations in `pallas_kernels`, as given to `attend` (static).
@@ -641,7 +626,6 @@ class View:
     index: Int[Array, "B K N"] | None = None
     fixed: int = field(default=0, metadata={"static": True})
     rows: tuple[Array, Array] | None = None
-    estimate: Estimate | None = None
     window: int | None = field(default=None, metadata={"static": True})
     implementation: str | None = field(default=None, metadata={"static": True})
     requested: dict[str, Any] = field(default_factory=dict)

@@ -32,7 +32,7 @@ from pallas_kernels import (
     prompt_attention_and_maxima,
     prompt_attention_and_sums,
 )
-from pallas_kernels.attention.call import Elsewhere, join_elsewhere
+from pallas_kernels.attention.call import join_sinks
 
 
 def begin(
@@ -101,7 +101,7 @@ def read(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B 
             kv = add_attention(kv, sums.reshape(q.shape[0], -1, kv.slots))
     else:
         out, lse = prompt_attention(*args, **options)
-        _, out = join_elsewhere(Elsewhere.sinks(sinks, grouped), lse, out)
+        _, out = join_sinks(sinks, lse, out)
     queries = reading.queries
     if queries is not None:
         queries = queries.add(q, positions)
@@ -130,7 +130,7 @@ def read_only(reading: Reading, tokens: Tokens, call: Call) -> Float[Array, "B Q
         Queries(grouped, positions), keys, kv.v.read(), Seen(kv.log_mass, kv.position),
         **call.kernel_options,
     )  # fmt: skip
-    _, out = join_elsewhere(Elsewhere.sinks(call.options.sinks, grouped), lse, out)
+    _, out = join_sinks(call.options.sinks, lse, out)
     return out.reshape(q.shape).astype(q.dtype)
 
 
@@ -169,7 +169,7 @@ def look(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B 
     # The piece and the sinks are one part of each query's softmax, and the prompt is the other.
     queries = Queries(q, positions)
     out, lse = prompt_attention(queries, k, v, Seen(mass, at), **options)
-    elsewhere, out = join_elsewhere(Elsewhere.sinks(call.options.sinks, q), lse, out)
+    elsewhere, out = join_sinks(call.options.sinks, lse, out)
     of_prompt, lse, received = prompt_attention_and_maxima(
         queries, keys, kv.v.read(), Seen(kv.log_mass, kv.position), elsewhere, **options
     )

@@ -20,8 +20,7 @@ from kvjax.cache.payload import Dense
 from kvjax.cache.slots import FREE, append
 from kvjax.compose.chain import decide_parts
 from kvjax.protocol import Needs, Step, View, on_request, selected_by
-from pallas_kernels import Queries, Seen, Turn, decode_attention
-from pallas_kernels.attention.call import Elsewhere, join_elsewhere
+from pallas_kernels import Queries, Seen, Turn
 from pallas_kernels.base.annotations import NoneElsewhere
 
 
@@ -74,25 +73,6 @@ def _prepared(needs: Needs, tokens: Tokens, call: Call) -> Tokens:
     return tokens
 
 
-def _elsewhere(view: View, queries: Queries, call: Call) -> Elsewhere | None:
-    """Returns the keys that queries see beside the slots: learned sinks and estimates of a view."""
-    sinks = Elsewhere.sinks(call.options.sinks, queries.q)
-    if view.estimate is None:
-        return sinks
-    keys, values, log_mass = view.estimate
-    lists = log_mass.shape[1] // keys.shape[1]
-    if lists > 1:
-        keys, values = (jnp.repeat(x, lists, axis=1) for x in (keys, values))
-    # A transform estimates no token that the window hides.
-    mask = call.options.mask._replace(window=None)
-    seen = Seen(log_mass, jnp.zeros(log_mass.shape, jnp.int32))
-    out, lse, _ = decode_attention(
-        queries, keys, values, seen, mask, probabilities=False, implementation=call.implementation
-    )
-    lse, out = join_elsewhere(sinks, lse, out)
-    return Elsewhere(lse, out)
-
-
 def attend_only(cache: LayerCache, tokens: Tokens, call: Call) -> Float[Array, "B Q T D"]:
     """Attends to the cache with queries alone, of which the transform takes no notice."""
     transform, needs, positions = cache.transform, cache.transform.needs, tokens.positions
@@ -119,8 +99,7 @@ def _attention(
     lists = kv.shape[1] if index is None else index.shape[1]
     grouped = q.reshape(q.shape[0], lists, -1, *q.shape[2:])
     asked = needs.accumulated_attention or needs.decode_mass
-    elsewhere = _elsewhere(view, Queries(grouped, positions), call)
-    options = {"probabilities": asked, "elsewhere": elsewhere, **call.kernel_options}
+    options = {"probabilities": asked, "sinks": call.options.sinks, **call.kernel_options}
     seen = Seen(kv.log_mass, kv.position, kv.used, index=index, turn=rotation)
     keys, values = kv.k, kv.v
     if view.rows is not None:

@@ -34,7 +34,7 @@ from kvjax.cache.nbytes import nbytes
 from kvjax.cache.rope import Rope
 from kvjax.serialization import pytree_node
 from pallas_kernels import Mask, Queries, Seen, decode_attention, gather_attention, segment_sum
-from pallas_kernels.attention.call import Elsewhere, join_elsewhere
+from pallas_kernels.attention.call import join_sinks
 from pallas_kernels.base.annotations import NoneElsewhere
 from pallas_kernels.base.rows import take_slots
 
@@ -261,7 +261,7 @@ class Payload(Protocol):
         seen: Seen,
         mask: Mask,
         *,
-        elsewhere: Elsewhere | None = None,
+        sinks: Float[Array, " Q"] | None = None,
         probabilities: bool,
         implementation: str | None,
     ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T N"] | NoneElsewhere]:
@@ -271,7 +271,7 @@ class Payload(Protocol):
         has an index: one list per KV head or per query head.
 
         Args:
-          elsewhere: what the queries see beside the slots, such as learned sinks; None: nothing.
+          sinks: logits of a learned sink of each query head; None: there are none.
         """
         ...
 
@@ -341,13 +341,13 @@ class Dense(_SlotsAlone):
         seen: Seen,
         mask: Mask,
         *,
-        elsewhere: Elsewhere | None = None,
+        sinks: Float[Array, " Q"] | None = None,
         **options,
     ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T N"] | NoneElsewhere]:
         """Returns the output and, if asked for, the probability of each slot or list entry."""
         attend = decode_attention if seen.index is None else gather_attention
         out, lse, probabilities = attend(queries, self.data, values.data, seen, mask, **options)
-        _, out, probabilities = join_elsewhere(elsewhere, lse, out, probabilities)
+        _, out, probabilities = join_sinks(sinks, lse, out, probabilities)
         return out, probabilities
 
 

@@ -18,9 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache.payload import Dense, Slots, equal_rows
 from kvjax.storage.recent import Recent
 from pallas_kernels.attention.call import (
-    Elsewhere,
     join_attention,
-    join_elsewhere,
+    join_sinks,
     stored_attention,
 )
 from pallas_kernels.attention.decode import attention_by_products
@@ -104,7 +103,7 @@ class EncodedPayload(ABC):
         seen: Seen,
         mask: Mask,
         *,
-        elsewhere: Elsewhere | None = None,
+        sinks: Float[Array, " Q"] | None = None,
         probabilities: bool,
         implementation: str | None,
     ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T N"] | NoneElsewhere]:
@@ -112,11 +111,10 @@ class EncodedPayload(ABC):
 
         Attention over all slots reads the body as it is encoded. The rows of a selection are
         gathered and decoded, but stay in the basis of the body: only queries and outputs change
-        their basis. Products of a query with keys may all lack the same term, which does not change
-        a softmax. It is computed only for a soft cap and beside other parts of the softmax, which
-        depend on the logits themselves.
+        their basis. A term that all products with keys lack does not change a softmax. It is
+        computed only for a soft cap and for sinks, which depend on the logits themselves.
         """
-        absolute = mask.soft_cap is not None or elsewhere is not None
+        absolute = mask.soft_cap is not None or sinks is not None
         shift = self._offset(queries.q) if absolute else None
         if seen.index is not None:
             slots = jnp.maximum(seen.index, 0)  # an entry of -1 is hidden by its bias
@@ -127,7 +125,7 @@ class EncodedPayload(ABC):
                 keys = Dense(self.read(slots))
             out, probability = keys.attention(
                 Dense(values._selected(slots)), queries, seen.listed(), mask,
-                elsewhere=elsewhere, probabilities=probabilities, implementation=implementation,
+                sinks=sinks, probabilities=probabilities, implementation=implementation,
             )  # fmt: skip
             return values._basis(out).astype(values.dtype), probability
         queries, recent, turn = queries._replace(shift=shift), self.recent, seen.turn
@@ -154,7 +152,7 @@ class EncodedPayload(ABC):
                 dtype=jnp.float32,
             )  # fmt: skip
             out, lse, by_piece = self._by_kernel(values, queries, pieces, attend)
-        _, out, *by_piece = join_elsewhere(elsewhere, lse, out, *by_piece)
+        _, out, *by_piece = join_sinks(sinks, lse, out, *by_piece)
         if not probabilities:
             return out, None
         total = by_piece[0]

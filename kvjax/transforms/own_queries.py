@@ -18,7 +18,6 @@ from kvjax.protocol import Card, Chunk, Needs, Probe, Step
 from kvjax.serialization import named
 from kvjax.transforms.document_budget import DocumentBudget, relative_size
 from kvjax.transforms.kvzip.kvzip import KVzip
-from kvjax.transforms.pooling import check_kernel, pool
 from pallas_kernels.base.logits import capped, finite_or_zero
 
 # A token that few tokens follow would get a large mean from one of them that looks back.
@@ -94,14 +93,10 @@ class OwnQueries(DocumentBudget):
     Args:
       budget, sinks, window, room: as in `DocumentBudget`.
       use: weight of `used`, from 0 to 1; `quoted` has the rest.
-      kernel: number of neighbouring tokens, odd, over which `quoted` is averaged before it enters
-        the score, with zeros beyond both ends of a document; 1, since 3 recovers less of the prose
-        (docs/results/documents.md).
       piece: tokens of a piece; 256.
 
     Raises:
-      TypeError, ValueError: as in `DocumentBudget`; `use` is outside [0, 1], `kernel` is even, or
-        `piece` is below 1.
+      TypeError, ValueError: as in `DocumentBudget`; `use` is outside [0, 1], or `piece` is below 1.
 
     Example:
       >>> import kvjax
@@ -114,14 +109,14 @@ class OwnQueries(DocumentBudget):
       is kvjax's own.
 
     Deviations from the paper:
-      There is no paper. Where `attend` gets no `rope`, queries stay as they are, since a layer
-      without positions has the same ones in a repetition. A model that rotates queries itself
-      should give its `rope` to `attend`, or set `use=1`. A sliding window limits what is used, and
-      not what is quoted.
+      There is no paper. Unlike those of `KVzip`, scores are not averaged over neighbours: a mean
+      over three tokens was measured to recover less of the prose (docs/results/documents.md). Where
+      `attend` gets no `rope`, queries stay as they are, since a layer without positions has the
+      same ones in a repetition. A model that rotates queries itself should give its `rope` to
+      `attend`, or set `use=1`. A sliding window limits what is used, and not what is quoted.
     """
 
     use: float = 0.5
-    kernel: int = 1
     piece: int = 256
 
     card = Card(
@@ -132,7 +127,6 @@ class OwnQueries(DocumentBudget):
     def __post_init__(self):
         super().__post_init__()
         check_part("use", self.use)
-        check_kernel(self.kernel)
         check_count("piece", self.piece, 1)
 
     @property
@@ -148,7 +142,6 @@ class OwnQueries(DocumentBudget):
         in_order = sorted_slots(document, cache.position)  # slots of the document's tokens, first
         used = step.record.slots["received"] / _followers(document, in_order) * size
         quoted = self._quoted(cache, step, document, in_order) * size
-        quoted = pool(quoted[:, :, None], cache, document, self.kernel, "avg")[:, :, 0]
         return quoted ** (1 - self.use) * used**self.use
 
     def _quoted(

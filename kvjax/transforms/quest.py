@@ -17,33 +17,34 @@ from kvjax.cache.payload import take_slots, write_slots
 from kvjax.cache.selection import newest
 from kvjax.cache.slots import NEG_INF, KVCache
 from kvjax.checks import check_count, check_flag, check_number
-from kvjax.protocol import Card, Estimate, Step, View
+from kvjax.protocol import Card, Step, View
 from kvjax.serialization import named, pytree_node
 from kvjax.transforms.recall import Recall, of_lists
 from pallas_kernels import page_bounds, page_moments, page_scores
+from pallas_kernels.base.annotations import NoneElsewhere
 
 PAGES = 3  # smallest number of pages that a budget must hold
 
 
 @pytree_node
 class Moments(NamedTuple):
-    """Mean and variance of a page's rows, by channel, each row as heavy as its mass."""
+    """Mean and variance of a page's keys, by channel, each key as heavy as its mass."""
 
     mean: Float[Array, "B H *P D"]
     variance: Float[Array, "B H *P D"]
 
-    def with_row(self, row: Float[Array, "B H D"], before: Float[Array, "B H 1"]) -> Moments:
-        """Returns the moments with one more row, of mass 1 (Welford's update).
+    def with_key(self, key: Float[Array, "B H D"], before: Float[Array, "B H 1"]) -> Moments:
+        """Returns the moments with one more key, of mass 1 (Welford's update).
 
         Args:
-          before: mass of the rows before it.
+          before: mass of the keys before it.
         """
         # Nothing of the page before stays, not even what is not a number.
         mean, variance = (
-            jnp.where(before > 0, old, new) for old, new in zip(self, (row, 0.0), strict=True)
+            jnp.where(before > 0, old, new) for old, new in zip(self, (key, 0.0), strict=True)
         )
-        new_mean = mean + (row - mean) / (before + 1)
-        squares = before * variance + (row - mean) * (row - new_mean)
+        new_mean = mean + (key - mean) / (before + 1)
+        squares = before * variance + (key - mean) * (key - new_mean)
         return Moments(new_mean, squares / (before + 1))
 
 
@@ -55,17 +56,13 @@ class Pages:
     Args:
       low, high: bounds of each channel of a page's keys; 0 where there is no page.
       budget: number of pages that each row attends to.
-      means: means of each page's keys and values, which stand for pages that are not attended to;
-        None where nothing does.
-      newest: mean and variance of the newest page's keys, and of its values where means stand for
-        pages, in float32; None where neither bounds nor means need them.
+      newest: mean and variance of the newest page's keys, in float32; None with the paper's bounds.
     """
 
     low: Float[Array, "B H P D"]
     high: Float[Array, "B H P D"]
     budget: Int[Array, " B"]
-    means: Estimate | None
-    newest: tuple[Moments, ...] | None
+    newest: Moments | NoneElsewhere
 
 
 @named("quest")
@@ -89,15 +86,9 @@ class Quest(Recall):
     key changes the bounds of its page, the newest, in place. In attention with a sliding window,
     pages that lie entirely outside the window are not taken.
 
-    With `estimate`, pages that are not attended to are not left out. Each of them is one virtual
-    slot that stands for its n tokens, with the mean of their keys, the mean of their values, and
-    log n added to its logit. So every token counts once, and the result is that of full attention
-    where the keys of each page are equal. In attention with a sliding window, a page is estimated
-    if all its tokens are visible.
-
     The index is `[B, H, P, D]` twice, in the dtype of the keys: 1 / `page` of the size of keys and
     values. Mean and variance of the newest page's keys are kept in float32, but for the paper's
-    bounds. Means of all pages, for `estimate`, take as much again as the index.
+    bounds.
 
     Args:
       budget: slots to attend to per KV head, a multiple of `page` and at least three pages. A float
@@ -114,7 +105,6 @@ class Quest(Recall):
         that read a tenth keep more of what two models know about prose than with the paper's
         bounds, and find as many needles or more, by an index of the same size
         (docs/results/selections.md, "Pages by means").
-      estimate: let means stand for the pages that are not attended to.
 
     Raises:
       TypeError, ValueError: a number out of range; `budget` below three pages or not a multiple
@@ -128,17 +118,15 @@ class Quest(Recall):
     References:
       Tang et al., Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference, arXiv
       2406.10774.
-      Chen et al., RetroInfer: A Vector-Storage Approach for Scalable Long-Context LLM Inference,
-      arXiv 2505.02922, for `estimate`.
 
     Deviations from the paper:
       By default bounds are one deviation from the mean of a page's keys; `spread=None` is the
       paper's, the least and the greatest value. The default is one choice per KV head;
-      `per_query_head=True` is the paper's. The paper has no `estimate`. The first page is always
-      taken, unless `first_page=False`, since a page's bounds say little about the keys of sinks.
-      The newest page is always taken too, however full it is. Behind a method that evicts or merges
-      at the prompt's end, pages consist of the tokens that remain. On a further turn everything
-      live is paged anew, in rows that have tokens in it.
+      `per_query_head=True` is the paper's. The first page is always taken, unless
+      `first_page=False`, since a page's bounds say little about the keys of sinks. The newest page
+      is always taken too, however full it is. Behind a method that evicts or merges at the prompt's
+      end, pages consist of the tokens that remain. On a further turn everything live is paged anew,
+      in rows that have tokens in it.
     """
 
     budget: Budget
@@ -147,7 +135,6 @@ class Quest(Recall):
     dense_layers: tuple[int, ...] = (0, 1)
     first_page: bool = True
     spread: float | None = 1.0
-    estimate: bool = False
 
     card = Card(
         acts="prompt, every step", paper="Quest, arXiv 2406.10774", when="later", small={"page": 4}
@@ -157,7 +144,6 @@ class Quest(Recall):
     def __post_init__(self):
         super().__post_init__()
         check_flag("first_page", self.first_page)
-        check_flag("estimate", self.estimate)
         check_count("page", self.page, 1)
         if self.spread is not None:
             check_number("spread", self.spread, 0.0)
@@ -177,14 +163,9 @@ class Quest(Recall):
             x = jnp.zeros((batch, kv_heads, *of_head, head_dim), dtype)
             return x, x + 0  # a second array: one buffer must not be donated twice
 
-        newest = means = None
-        if self._has_moments:
-            newest = tuple(Moments(*zeros(dtype=jnp.float32)) for _ in range(1 + self.estimate))
-        if self.estimate:
-            none = jnp.full((batch, kv_heads, pages), NEG_INF, jnp.float32)
-            means = Estimate(*zeros(pages, dtype=cache.k.dtype), none)
+        newest = None if self.spread is None else Moments(*zeros(dtype=jnp.float32))
         bounds = zeros(pages, dtype=cache.k.dtype)
-        return cache, Pages(*bounds, self._pages_budget(cache), means, newest)
+        return cache, Pages(*bounds, self._pages_budget(cache), newest)
 
     def select(self, view: View, state: Pages, query: Array) -> tuple[View, Pages]:
         """Adds the new token to its page, then selects the pages with the highest u."""
@@ -197,23 +178,14 @@ class Quest(Recall):
         if not self.per_query_head:
             score = score.max(2)
         score = score.reshape(score.shape[0], -1, score.shape[-1])
-        tokens, visible, entirely = of_lists(cache.used, cache), None, None
+        tokens, visible = of_lists(cache.used, cache), None
         if view.window is not None:
-            visible, entirely = (
-                of_lists(x, cache) for x in self._visible_pages(cache, view.window)
-            )
+            visible = of_lists(self._visible_pages(cache, view.window), cache)
         num_pages, most = -(-tokens // self.page), length // self.page
         pages = self._best_pages(score, num_pages, state.budget, most, visible)
         slot = pages[..., None] * self.page + _numbers(self.page)[None]
         slot = slot.reshape(*pages.shape[:2], length)
-        view = view.take(jnp.where(slot < tokens[..., None], slot, -1))
-        if state.means is not None:
-            log_mass = of_lists(state.means.log_mass, cache)
-            log_mass = write_slots(log_mass, pages, jnp.full(pages.shape, NEG_INF))
-            if entirely is not None:
-                log_mass = jnp.where(entirely, log_mass, NEG_INF)
-            view = dataclasses.replace(view, estimate=state.means._replace(log_mass=log_mass))
-        return view, state
+        return view.take(jnp.where(slot < tokens[..., None], slot, -1)), state
 
     def on_prompt(self, cache: KVCache, state: Pages, step: Step) -> tuple[None, Pages]:
         """Indexes everything live; slots are in the order of positions when a prompt ends."""
@@ -222,27 +194,14 @@ class Quest(Recall):
         # may have merged some since attention saw them.
         keys, budget = cache.k.read(), self._pages_budget(cache)
         size = cache.used, self.page, state.low.shape[2]
-        if not self._has_moments:
-            pages = Pages(*page_bounds(keys, slot, *size), budget, None, None)
-            return None, step.of_rows(pages, state)
-        mass, means = jnp.exp(cache.log_mass), None
-        rows = (keys, cache.v.read()) if self.estimate else (keys,)
-        moments = tuple(Moments(*page_moments(x, mass, slot, *size)) for x in rows)
-        if self.estimate:
-            padding = (0, 0), (0, 0), (0, size[2] * self.page - cache.slots)
-            of_pages = jnp.pad(mass, padding).reshape(*cache.shape[:2], -1, self.page).sum(-1)
-            mean_key, mean_value = (x.mean.astype(keys.dtype) for x in moments)
-            means = Estimate(mean_key, mean_value, jnp.log(of_pages))
         if self.spread is None:
-            bounds = page_bounds(keys, slot, *size)
-        else:
-            bounds = _around(moments[0], self.spread, keys.dtype)
+            pages = Pages(*page_bounds(keys, slot, *size), budget, None)
+            return None, step.of_rows(pages, state)
+        moments = Moments(*page_moments(keys, jnp.exp(cache.log_mass), slot, *size))
+        bounds = _around(moments, self.spread, keys.dtype)
         last = jnp.maximum(cache.used - 1, 0)[..., None] // self.page
-        newest = jax.tree.map(lambda x: take_slots(x, last)[:, :, 0], moments)
-        return None, step.of_rows(Pages(*bounds, budget, means, newest), state)
-
-    # Whether the index has means of pages.
-    _has_moments = property(lambda self: self.estimate or self.spread is not None)
+        newest = Moments(*(take_slots(x, last)[:, :, 0] for x in moments))
+        return None, step.of_rows(Pages(*bounds, budget, newest), state)
 
     def _pages_budget(self, cache: KVCache) -> Int[Array, " B"]:
         """Returns the number of pages that each row attends to."""
@@ -257,31 +216,19 @@ class Quest(Recall):
         slot = jnp.minimum(slots, cache.slots - 1)
         key, there = cache.k.read(slot), slots < cache.slots
         page = jnp.where(there, slots // self.page, state.low.shape[2])
-        if state.newest is not None:
+        if self.spread is not None:
             tokens = page * self.page + _numbers(self.page)
             before = take_slots(cache.log_mass, jnp.minimum(tokens, cache.slots - 1))
             before = jnp.exp(jnp.where(tokens < slots, before, NEG_INF)).sum(-1, keepdims=True)
-            rows = (key, cache.v.read(slot)) if self.estimate else (key,)
-            changed = tuple(
-                old.with_row(row[:, :, 0].astype(jnp.float32), before)
-                for old, row in zip(state.newest, rows, strict=True)
-            )
-            newest = jax.tree.map(
-                lambda new, old: jnp.where(there, new, old), changed, state.newest
-            )
-            state = dataclasses.replace(state, newest=newest)
-            if state.means is not None:
-                key_mean, value_mean = (x.mean[:, :, None] for x in newest)
-                added = key_mean, value_mean, jnp.log(before + 1)
-                written = (write_slots(x, page, y) for x, y in zip(state.means, added, strict=True))
-                state = dataclasses.replace(state, means=Estimate(*written))
-            if self.spread is not None:
-                bounds = _around(newest[0], self.spread, state.low.dtype)
-                low, high = (x[:, :, None] for x in bounds)
-                return dataclasses.replace(
-                    state, low=write_slots(state.low, page, low),
-                    high=write_slots(state.high, page, high),
-                )  # fmt: skip
+            changed = state.newest.with_key(key[:, :, 0].astype(jnp.float32), before)
+            pairs = zip(changed, state.newest, strict=True)
+            newest = Moments(*(jnp.where(there, new, old) for new, old in pairs))
+            bounds = _around(newest, self.spread, state.low.dtype)
+            low, high = (x[:, :, None] for x in bounds)
+            return dataclasses.replace(
+                state, low=write_slots(state.low, page, low),
+                high=write_slots(state.high, page, high), newest=newest,
+            )  # fmt: skip
 
         def widen(bounds: Array, extremum) -> Array:
             bound = take_slots(bounds, jnp.minimum(page, bounds.shape[2] - 1))
@@ -291,15 +238,12 @@ class Quest(Recall):
         low, high = widen(state.low, jnp.minimum), widen(state.high, jnp.maximum)
         return dataclasses.replace(state, low=low, high=high)
 
-    def _visible_pages(
-        self, cache: KVCache, window: int
-    ) -> tuple[Bool[Array, "B H P"], Bool[Array, "B H P"]]:
-        """Marks the pages that have a token inside the sliding window, and those that lie in it."""
+    def _visible_pages(self, cache: KVCache, window: int) -> Bool[Array, "B H P"]:
+        """Marks the pages that have a token inside the sliding window."""
         pages = -(-cache.slots // self.page)
         padding = pages * self.page - cache.slots
         visible = jnp.pad(newest(cache, window), ((0, 0), (0, 0), (0, padding)))
-        visible = visible.reshape(*cache.shape[:2], pages, self.page)
-        return visible.any(-1), visible.all(-1)
+        return visible.reshape(*cache.shape[:2], pages, self.page).any(-1)
 
     def _best_pages(
         self,

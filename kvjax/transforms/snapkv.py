@@ -19,7 +19,7 @@ from kvjax.serialization import named
 from kvjax.transforms.held_budget import PromptBudget
 from kvjax.transforms.pooling import Pooling, check_kernel, pool
 from pallas_kernels import Queries, Seen, column_sums, prompt_attention
-from pallas_kernels.attention.call import Elsewhere, join_elsewhere
+from pallas_kernels.attention.call import join_sinks
 
 MOST_WINDOW = 2**16
 """Largest observation window: each of its queries attends over the whole prompt."""
@@ -171,7 +171,7 @@ def window_attention(
     # Two passes over the keys: a sum over queries needs the log-sum-exp of each query first.
     keys = cast(Array, step.keys)  # which a method that evicts has at a prompt
     _, lse = prompt_attention(queries, keys, None, seen, **options)
-    lse, _ = join_elsewhere(Elsewhere.sinks(step.options.sinks, q), lse, None)
+    lse, _ = join_sinks(step.options.sinks, lse, None)
     if weight is not None:  # exp(logit - (lse - log weight)) is weight times the probability
         lse = lse - jnp.log(jnp.where(weight > 0, weight, 1.0))[:, None, None]
     return column_sums(queries, keys, seen, lse, **options)

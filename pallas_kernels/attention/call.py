@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, overload
+from typing import overload
 
 import jax
 import jax.numpy as jnp
@@ -91,85 +91,53 @@ def join_attention(
     return out, total, weights  # pyright: ignore[reportReturnType]  # `sum` gives 0 for no parts alone
 
 
-class Elsewhere(NamedTuple):
-    """Attention to what stands beside the slots: one more part of each query's softmax.
-
-    Args:
-      lse: log-sum-exp of its logits.
-      out: its output by itself; None without values, as for a learned sink.
-    """
-
-    lse: Float[Array, "B K G T"]
-    out: Float[Array, "B K G T D"] | None = None
-
-    @overload
-    @classmethod
-    def sinks(cls, logits: Array, queries: Array) -> Elsewhere: ...
-    @overload
-    @classmethod
-    def sinks(cls, logits: Array | None, queries: Array) -> Elsewhere | None: ...
-    @classmethod
-    def sinks(
-        cls, logits: Float[Array, " Q"] | None, queries: Float[Array, "B K G T _"]
-    ) -> Elsewhere | None:
-        """Makes learned sinks from their logits, Q = K · G; returns None without logits."""
-        if logits is None:
-            return None
-        by_head = logits.astype(jnp.float32).reshape(1, *queries.shape[1:3], 1)
-        return cls(jnp.broadcast_to(by_head, queries.shape[:4]))
-
-
 @overload
-def join_elsewhere(
-    elsewhere: Elsewhere | None, lse: Array, out: Array, *probabilities: Array | None
+def join_sinks(
+    sinks: Array | None, lse: Array, out: Array, *probabilities: Array | None
 ) -> tuple[Array, Array, *tuple[Array | NoneElsewhere, ...]]: ...
 @overload
-def join_elsewhere(
-    elsewhere: Elsewhere | None, lse: Array, out: None, *probabilities: Array | None
+def join_sinks(
+    sinks: Array | None, lse: Array, out: None, *probabilities: Array | None
 ) -> tuple[Array, None, *tuple[Array | NoneElsewhere, ...]]: ...
-def join_elsewhere(
-    elsewhere: Elsewhere | None,
+def join_sinks(
+    sinks: Float[Array, " Q"] | None,
     lse: Float[Array, "B K G T"],
     out: Float[Array, "B K G T D"] | None,
     *probabilities: Float[Array, "B K G T N"] | None,
 ) -> tuple[Array, Array | None, *tuple[Array | None, ...]]:
-    """Adds what stands beside the slots to attention over slots.
+    """Adds a learned sink of each query head to attention over slots.
 
-    With logits x, `lse = log Σ exp(x)` and e the log-sum-exp elsewhere, a slot's weight is
-    `exp(x[s]) / (exp(e) + Σ exp(x))`, which is `softmax_s(x) · σ(lse − e)`: outputs and
-    probabilities shrink by one factor. They are normalised first, so that a sink far above all
-    logits takes no digits from them in 16 bits.
+    A sink is one more column of the softmax, without a value. With logits x and
+    `lse = log Σ exp(x)`, a slot's weight is `exp(x[s]) / (exp(sink) + Σ exp(x))`, which is
+    `softmax_s(x) · σ(lse − sink)`: outputs and probabilities shrink by one factor. They are
+    normalised first, so that a sink far above all logits takes no digits from them in 16 bits.
 
     Args:
-      elsewhere: None: nothing changes.
+      sinks: logits of the sinks, Q = K · G; None: nothing changes.
       lse, out: of attention over slots; an output of None stays None.
       probabilities: of the slots; None stays None.
 
     Returns:
-      Log-sum-exps and outputs that include what is elsewhere, and probabilities, in their dtypes.
+      Log-sum-exps that include the sinks, outputs and probabilities, in their dtypes.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from pallas_kernels.attention.call import Elsewhere, join_elsewhere
+      >>> from pallas_kernels.attention.call import join_sinks
       >>> lse, out = jnp.log(jnp.full((1, 1, 1, 1), 2.0)), jnp.full((1, 1, 1, 1, 1), 6.0)
-      >>> sink = Elsewhere.sinks(jnp.zeros(1), out)
-      >>> lse, out = join_elsewhere(sink, lse, out)
+      >>> lse, out = join_sinks(jnp.zeros(1), lse, out)
       >>> round(jnp.exp(lse).item(), 4), round(out.item(), 4)
       (3.0, 4.0)
     """
-    if elsewhere is None:
+    if sinks is None:
         return lse, out, *probabilities
-    # A query that sees nothing anywhere gives 0.
-    share = jnp.where(lse > -jnp.inf, jax.nn.sigmoid(lse - elsewhere.lse), 0.0)[..., None]
+    sinks = sinks.astype(jnp.float32).reshape(1, *lse.shape[1:3], 1)
+    # A query that sees nothing gives 0, whatever its sink is.
+    share = jnp.where(lse > -jnp.inf, jax.nn.sigmoid(lse - sinks), 0.0)[..., None]
 
     def shrunk(x: Array | None) -> Array | None:
         return None if x is None else (share * x.astype(jnp.float32)).astype(x.dtype)
 
-    joined = shrunk(out)
-    if elsewhere.out is not None and joined is not None:
-        rest = jnp.where(elsewhere.lse > -jnp.inf, jax.nn.sigmoid(elsewhere.lse - lse), 0.0)
-        joined += (rest[..., None] * elsewhere.out.astype(jnp.float32)).astype(joined.dtype)
-    return jnp.logaddexp(lse, elsewhere.lse), joined, *map(shrunk, probabilities)
+    return jnp.logaddexp(lse, sinks), shrunk(out), *map(shrunk, probabilities)
 
 
 def _range(seen: Seen, query_position: Int[Array, "B T"], window: int | None):

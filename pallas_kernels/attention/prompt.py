@@ -13,7 +13,7 @@ from typing import overload
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.attention.call import Elsewhere, join_attention, join_elsewhere
+from pallas_kernels.attention.call import join_attention, join_sinks
 from pallas_kernels.attention.decode import check_rows
 from pallas_kernels.attention.prompt_blocks import (
     add_shares,
@@ -236,13 +236,12 @@ def prompt_attention_and_sums(
     chosen, q = choose_implementation(implementation, k, v), queries.q
     _check(queries, k, v, seen)
     if chosen == "xla":
-        none = jnp.full(q.shape[1] * q.shape[2], -jnp.inf)
-        elsewhere = Elsewhere.sinks(none if sinks is None else sinks, q)
-        return attention_and_columns_by_blocks(
-            queries, k, v, seen, elsewhere.lse, mask, add=add_shares
-        )
+        by_head = jnp.full(q.shape[1:3], -jnp.inf) if sinks is None else sinks
+        by_query = by_head.astype(jnp.float32).reshape(1, *q.shape[1:3], 1)
+        elsewhere = jnp.broadcast_to(by_query, q.shape[:-1])
+        return attention_and_columns_by_blocks(queries, k, v, seen, elsewhere, mask, add=add_shares)
     out, lse = prompt_attention(queries, k, v, seen, mask, implementation=chosen)
-    lse, out = join_elsewhere(Elsewhere.sinks(sinks, q), lse, out)
+    lse, out = join_sinks(sinks, lse, out)
     return out, lse, column_sums(queries, k, seen, lse, mask, implementation=chosen)
 
 

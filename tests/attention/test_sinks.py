@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from pallas_kernels import Mask, Queries, Seen, decode_attention
-from pallas_kernels.attention.call import Elsewhere, join_elsewhere
+from pallas_kernels.attention.call import join_sinks
 from tests.references.attention import softmax_attention
 from tests.support import attending
 from tests.support.attending import (
@@ -114,8 +114,8 @@ def test_a_sink_takes_no_digits(sink, dtype):
     q, k, v = rng.normal(size=8), rng.normal(size=(64, 8)), 100 * rng.random((64, 8))
     q, k, v = (jnp.asarray(x, dtype).reshape(1, 1, -1, 8) for x in (q, k, v))
     at = jnp.arange(64, dtype=jnp.int32)[None, None]
-    lse, out, p = join_elsewhere(
-        Elsewhere.sinks(jnp.array([sink], dtype), q[:, :, None]),
+    lse, out, p = join_sinks(
+        jnp.array([sink], dtype),
         *weighed(Queries(q[:, :, None], at[0, :, -1:]), k, v, Seen(jnp.zeros(at.shape), at)),
     )
     assert out.dtype == dtype and lse.dtype == p.dtype == jnp.float32
@@ -138,7 +138,7 @@ def weighed(*args):
 def test_a_query_that_sees_nothing_gives_nothing():
     lse, out = jnp.full((1, 1, 1, 3), -jnp.inf), jnp.zeros((1, 1, 1, 3, 2))
     for sink in (0.0, -np.inf, np.inf):
-        after, rows = join_elsewhere(Elsewhere.sinks(jnp.full(1, sink), out), lse, out)
+        after, rows = join_sinks(jnp.full(1, sink), lse, out)
         assert not rows.any() and (after == sink).all()
 
 

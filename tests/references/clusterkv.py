@@ -39,17 +39,6 @@ class Recalling:
         """q [Q, D] of the newest token -> the positions to attend to, for every deciding head."""
         raise NotImplementedError
 
-    def estimated(
-        self, head: int, chosen: list[int]
-    ) -> list[tuple[list[int], float, np.ndarray | None]]:
-        """Groups of positions of a KV head that are not attended to one by one.
-
-        A virtual token stands for a share of each group: its value is the mean of the group,
-        weighted by mass, and its mass is that share of the group's.  Its key is given, or the mean
-        of the group's.
-        """
-        return []
-
     def prompt(
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray, positions: np.ndarray, last: bool = True
     ) -> np.ndarray:
@@ -102,14 +91,6 @@ class Recalling:
         """The queries [N, D] of one list, over its tokens of one KV head."""
         tokens = {token.position: token for token in self.heads[head].tokens}
         seen = [(t.key, t.value, t.position, t.log_mass) for p in chosen for t in [tokens[p]]]
-        for group, share, center in self.estimated(head, chosen):
-            mass = np.exp([tokens[p].log_mass for p in group])
-            key, value = (
-                np.average([getattr(tokens[p], name) for p in group], axis=0, weights=mass)
-                for name in ("key", "value")
-            )
-            key = key if center is None else center
-            seen.append((key, value, max(group), np.log(share * mass.sum())))
         keys, values, positions, log_mass = zip(*seen, strict=True)
         out, _ = softmax_attention(
             queries[:, None], np.array(keys), np.array(values), [position], positions, log_mass,
@@ -240,8 +221,6 @@ class ClusterKV(Recalling):
     given, everything is clustered anew.  With a sliding window, sinks and clusters all of
     whose tokens lie outside it are passed over.
 
-    With estimate=True a virtual token stands for what is not taken of each cluster.
-
     draw(head, positions, count) returns the positions whose keys the clusters start from.
     """
 
@@ -260,12 +239,10 @@ class ClusterKV(Recalling):
         per_query_head: bool = False,
         group_reduce: str = "max",
         most_clusters: float = math.inf,
-        estimate: bool = False,
         **options: float | None,
     ) -> None:
         super().__init__(per_query_head, **options)
         self.budget, self.draw, self.most_clusters = budget, draw, most_clusters
-        self.estimate = estimate
         self.tokens_per_cluster, self.sinks, self.clusters = tokens_per_cluster, sinks, clusters
         self.interval, self.new_clusters = interval, new_clusters
         self.iterations, self.metric = iterations, metric
@@ -366,19 +343,6 @@ class ClusterKV(Recalling):
                 for row in scores
             ]
         return selected
-
-    def estimated(
-        self, head: int, chosen: list[int]
-    ) -> list[tuple[list[int], float, np.ndarray | None]]:
-        """Clusters all of whose tokens are seen, by the share of them that is not taken."""
-        if not self.estimate:
-            return []
-        groups = []
-        for cluster in self.indices[head].clusters:
-            share = np.mean([p not in chosen for p in cluster.members] or [0.0])
-            if share > 0 and min(cluster.members) >= self.first:
-                groups.append((cluster.members, share, cluster.centroid))
-        return groups
 
     def _seen(self, positions: list[int]) -> list[int]:
         """All of them, or none where all lie outside the window."""

@@ -24,17 +24,16 @@ class OwnQueries(DocumentBudget):
 
     are the logits of a softmax, scaled, capped and with the attention's own sinks as all others.
     quoted[s] is the largest probability over g and t of the piece of s that its first column has,
-    and 0 if s is a sink.  Both are multiplied by ||v_s|| / median ||v||, then quoted is averaged
-    over `kernel` neighbours, with zeros beyond the document's ends, and
+    and 0 if s is a sink.  Both are multiplied by ||v_s|| / median ||v||, and
 
         score[s] = quoted[s] ** (1 - use) * used[s] ** use
 
     inv_freq: frequencies by which queries are turned; None: they stay as they are.
     """
 
-    def __init__(self, budget, use=0.5, kernel=1, piece=256, *, inv_freq=None, **arguments) -> None:
+    def __init__(self, budget, use=0.5, piece=256, *, inv_freq=None, **arguments) -> None:
         super().__init__(budget, **arguments)
-        self.use, self.kernel, self.piece, self.inv_freq = use, kernel, piece, inv_freq
+        self.use, self.piece, self.inv_freq = use, piece, inv_freq
         self.queries: dict[int, np.ndarray] = {}  # [G, D] of each token that has been read
         self.received: dict[int, float] = {}
 
@@ -65,7 +64,7 @@ class OwnQueries(DocumentBudget):
         for start in range(0, len(document), self.piece):
             quoted |= self.quoted(document[start : start + self.piece], whole or len(document))
         used, quoted = (np.array(list(x.values())) * self.relative_size() for x in (used, quoted))
-        return self.pooled(quoted, self.kernel) ** (1 - self.use) * used**self.use
+        return quoted ** (1 - self.use) * used**self.use
 
     def quoted(self, piece: list[int], length: int) -> dict[int, float]:
         """The largest probability of each token of a piece, where `length` tokens are repeated."""

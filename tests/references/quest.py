@@ -54,8 +54,7 @@ class Quest(Recalling):
     sliding window, pages all of whose tokens lie outside it are not candidates.
 
     The bounds of a page are `spread` standard deviations below and above the mean of its keys, by
-    channel; with spread=None they are its smallest and largest keys, as in the paper.  With
-    estimate=True virtual tokens stand for the pages that are not taken.
+    channel; with spread=None they are its smallest and largest keys, as in the paper.
     """
 
     def __init__(
@@ -65,12 +64,10 @@ class Quest(Recalling):
         per_query_head: bool = False,
         first_page: bool = True,
         spread: float | None = 1.0,
-        estimate: bool = False,
         **options: float | None,
     ) -> None:
         super().__init__(per_query_head, **options)
         self.budget, self.page, self.first_page, self.spread = budget, page, first_page, spread
-        self.estimate = estimate
 
     def bounds(self, slots: Slots) -> tuple[np.ndarray, np.ndarray]:
         """Lower and upper bounds of every channel, [P, D]."""
@@ -85,15 +82,6 @@ class Quest(Recalling):
         """The positions of each page."""
         positions = slots.positions.tolist()
         return [positions[i : i + self.page] for i in range(0, len(positions), self.page)]
-
-    def estimated(
-        self, head: int, chosen: list[int]
-    ) -> list[tuple[list[int], float, np.ndarray | None]]:
-        """Whole pages that are not taken, all of whose tokens are seen."""
-        if not self.estimate:
-            return []
-        pages = self.pages(self.heads[head])
-        return [(p, 1.0, None) for p in pages if p[0] not in chosen and p[0] >= self.first]
 
     def select(self, q: np.ndarray) -> list[list[int]]:
         """The positions of the pages taken, ascending."""

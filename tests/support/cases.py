@@ -112,9 +112,9 @@ def compositions(budget: int) -> dict:
         "float_h2o": kvjax.H2O(budget=share),
         "clusterkv_offload": chain(clusterkv(budget), kvjax.Offload()),
         "clusterkv_per_query_head": chain(
-            clusterkv(budget, per_query_head=True, estimate=True), kvjax.Offload(recent_steps=2)
+            clusterkv(budget, per_query_head=True), kvjax.Offload(recent_steps=2)
         ),
-        "quest_by_bounds": quest(budget, spread=None, estimate=True),
+        "quest_by_bounds": quest(budget, spread=None),
         "quest_offload": chain(quest(budget), kvjax.Offload(recent_steps=0, interval=3)),
         "snapkv_clusterkv": chain(snapkv(budget + 4), clusterkv(budget)),
         **quantised(budget),

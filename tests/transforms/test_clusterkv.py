@@ -62,7 +62,7 @@ class Row(reference.ClusterKV):
     def __init__(self, tx: ClusterKV, most: int):
         fields = (
             "tokens_per_cluster", "sinks", "interval", "new_clusters", "iterations", "chunk",
-            "clusters", "metric", "per_query_head", "group_reduce", "estimate",
+            "clusters", "metric", "per_query_head", "group_reduce",
         )  # fmt: skip
         options = {name: getattr(tx, name) for name in fields}
         super().__init__(tx.budget, drawn(tx.seed), most_clusters=most, **options)
@@ -171,19 +171,6 @@ class ClusterPair(RecallingPair):
             centroids = clusters.centroids[row, head, np.flatnonzero(sizes)]
             expected = [cluster.centroid for cluster in index.clusters if cluster.members]
             close(centroids, np.reshape(expected, (-1, DIM)), "rounding", what)
-            if clusters.values is not None:
-                self._check_means(row, head, members, what)
-
-    def _check_means(self, row, head, members, what):
-        """The mean value and the mass of each cluster."""
-        tokens = {token.position: token for token in self.of_rows[row].heads[head].tokens}
-        for c, positions in enumerate(members):
-            mass = np.exp([tokens[p].log_mass for p in positions])
-            close(self.clusters.mass[row, head, c], mass.sum(), "rounding", what)
-            if positions:
-                values = [tokens[p].value for p in positions]
-                mean = np.average(values, axis=0, weights=mass)
-                close(self.clusters.values[row, head, c], mean, "rounding", what)
 
 
 def with_gaps(both: ClusterPair, steps: int, stops=None, nobody=range(0)) -> ClusterPair:
@@ -220,10 +207,6 @@ CASES = {
     "chunks of sinks": {"chunk": 4, "sinks": 9, "new_clusters": None},
     "all at once": {"chunk": None},
     "nothing new is clustered": {"interval": 10_000},
-    "estimate": {"estimate": True},
-    "estimate by query head, few clusters": {
-        "estimate": True, "per_query_head": True, "tokens_per_cluster": 20, "chunk": 32,
-    },
 }  # fmt: skip
 
 
@@ -263,9 +246,7 @@ def test_the_default_size_of_clusters_has_three_bounds():
 @slow
 def test_tokens_join_the_last_cluster_where_there_is_no_room_for_others():
     """A row may get its tokens in more steps than `max_new`, few of them in each interval."""
-    both = ClusterPair(
-        (90, 50), seed=4, steps=24, interval=8, new_clusters=2, clusters=3, estimate=True
-    )  # fmt: skip
+    both = ClusterPair((90, 50), seed=4, steps=24, interval=8, new_clusters=2, clusters=3)
     for step in range(80):
         both.decode(1, [0] * (step % 8 > 1) + [1] * (step >= 24))
     assert both.clusters.number.tolist() == [[9, 9]] * 2
@@ -278,7 +259,6 @@ TURNS = {
     "all at once": {"chunk": None},
     "a number of clusters outright": {"clusters": 4},
     "room for few clusters": {"tokens_per_cluster": 40},
-    "estimate": {"estimate": True},
 }
 
 
@@ -319,7 +299,7 @@ BEFORE = {
 @slow
 def test_after_another_method(name, interval):
     """What evicts in a further turn makes everything be clustered anew."""
-    given = {"budget": 14, "interval": interval, "tokens_per_cluster": 2, "estimate": True}
+    given = {"budget": 14, "interval": interval, "tokens_per_cluster": 2}
     both = ClusterPair((70, 30, 3, 6), before=BEFORE[name], seed=8, **given)
     if name.startswith("merged"):
         assert (np.asarray(both.cache.kv.log_mass)[0] > 0.5).any(), "nothing was merged"

@@ -41,7 +41,7 @@ LEARNED = np.array([0.5, 6.0, -2.0, 3.0], np.float32)
 CASES = {
     "default": {},
     "one piece": {"piece": 64},
-    "what it would quote": {"use": 0.0, "kernel": 3},
+    "what it would quote": {"use": 0.0},
     "what it uses": {"use": 1.0, "sinks": 0},
     "many sinks, one head": {"sinks": 9, "piece": 7, "heads": (1, 4)},
     "window, all query heads": {"window": 6, "heads": (3, 1)},
@@ -112,12 +112,11 @@ def document():
     return new, where.astype(np.int32)
 
 
-@pytest.mark.parametrize("kernel", [1, 3])
-def test_turned_queries_are_those_of_a_repetition(document, kernel):
+def test_turned_queries_are_those_of_a_repetition(document):
     """In one piece, a virtual repetition of the same states is what KVzip makes with a real one."""
-    options = {"budget": 16, "sinks": 0, "kernel": kernel}
+    options = {"budget": 16, "sinks": 0}
     quoted = kept_of(kvjax.OwnQueries(use=0.0, **options), *document, ROPE)
-    assert quoted == kept_of(kvjax.KVzip(**options), *document, ROPE)
+    assert quoted == kept_of(kvjax.KVzip(kernel=1, **options), *document, ROPE)
     assert quoted != kept_of(kvjax.OwnQueries(use=0.0, **options), *document, None)
 
 
@@ -158,7 +157,6 @@ def test_it_passes_the_checks_of_methods():
         ({"budget": 4}, r"budget must be at least 5 \(sinks \+ window \+ 1\), got 4"),
         ({"budget": 20, "use": 1.5}, "use must"),
         ({"budget": 20, "use": -0.1}, "use must"),
-        ({"budget": 20, "kernel": 4}, "kernel must be odd, got 4"),
         ({"budget": 20, "piece": 0}, "piece must"),
     ],
 )

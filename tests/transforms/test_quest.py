@@ -44,15 +44,12 @@ class QuestPair(RecallingPair):
 
 
 def pair(
-    budget=12, page=4, per_query_head=False, *, first_page=True, spread=1.0, estimate=False,
-    **options
-) -> QuestPair:  # fmt: skip
-    tx = Quest(budget, page, per_query_head, (), first_page, spread, estimate)
+    budget=12, page=4, per_query_head=False, *, first_page=True, spread=1.0, **options
+) -> QuestPair:
+    tx = Quest(budget, page, per_query_head, (), first_page, spread)
 
     def row(**attention):
-        return reference.Quest(
-            budget, page, per_query_head, first_page, spread, estimate, **attention
-        )
+        return reference.Quest(budget, page, per_query_head, first_page, spread, **attention)
 
     options = {"heads": (2, 2), "width": 104, "max_new": 80, **options}
     return QuestPair(tx, row, **options)
@@ -70,15 +67,6 @@ CASES = {
     "bounds in a window": {
         "budget": 32, "page": 8, "scale": 0.5, "window": 40, "soft_cap": 3.0, "spread": None
     },
-    "estimate": {"budget": 16, "page": 4, "estimate": True},
-    "estimate by bounds, per query head": {
-        "budget": 0.3, "page": 8, "spread": None, "estimate": True, "per_query_head": True
-    },
-    "estimate in a window": {
-        "budget": 24, "page": 8, "scale": 0.5, "window": 50, "soft_cap": 3.0, "estimate": True
-    },
-    "estimate behind SnapKV": {"before": BEFORE, "estimate": True},
-    "estimate behind KVMerger": {"before": kvjax.KVMerger(0.5), "estimate": True},
     "tiny share": {"budget": 0.01, "page": 5},
     "single tokens": {"budget": 9, "page": 1},
     # Pages outside the window are not taken; of one that is, the window hides some tokens.
@@ -86,6 +74,8 @@ CASES = {
     "short window": {"budget": 32, "page": 8, "window": 13, "per_query_head": True},
     # Heads keep other tokens each, and pages are of what is left.
     "behind SnapKV": {"before": BEFORE},
+    # Keys count as their masses say.
+    "behind KVMerger": {"before": kvjax.KVMerger(0.5)},
 }  # fmt: skip
 
 

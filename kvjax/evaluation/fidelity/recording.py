@@ -17,7 +17,7 @@ from kvjax.compose.wrappers import in_head_order, map_head_groups
 from kvjax.decisions import Decision
 from kvjax.protocol import AttentionOptions, KVTransform, Needs, State, Step, View, Wrapper
 from pallas_kernels import Queries, Seen, decode_attention
-from pallas_kernels.attention.call import Elsewhere, join_elsewhere
+from pallas_kernels.attention.call import join_sinks
 
 
 @jax.tree_util.register_dataclass
@@ -143,8 +143,7 @@ def attend_to_all(
         Queries(grouped, position[:, None]), keys, kv.v.read(), Seen(kv.log_mass, kv.position),
         record.options.mask, implementation=record.implementation,
     )  # fmt: skip
-    sinks = Elsewhere.sinks(record.options.sinks, grouped)
-    _, out, attention = join_elsewhere(sinks, lse, out, attention)
+    _, out, attention = join_sinks(record.options.sinks, lse, out, attention)
     return out.reshape(query.shape).astype(query.dtype), attention.reshape(batch, -1, slots)
 
 

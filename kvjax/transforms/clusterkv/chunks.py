@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -13,7 +12,6 @@ from kvjax.cache.payload import sum_into, take_slots
 from kvjax.cache.selection import keep_best
 from kvjax.cache.slots import sorted_slots
 from pallas_kernels import kmeans
-from pallas_kernels.base.annotations import NoneElsewhere
 
 Metric = Literal["cosine", "l2", "inner_product"]
 
@@ -25,29 +23,12 @@ class Points(NamedTuple):
       keys, position: keys and positions of all slots.
       members: slots that are clustered.
       number: random numbers; k-means starts from the members with the highest ones.
-      values, mass: values of all slots, and how many tokens each stands for; None where means of
-        values are not wanted.
     """
 
     keys: Float[Array, "B H N D"]
     position: Int[Array, "B H N"]
     members: Bool[Array, "B H N"]
     number: Float[Array, "B H N"]
-    values: Float[Array, "B H N D"] | NoneElsewhere = None
-    mass: Float[Array, "B H N"] | NoneElsewhere = None
-
-    def means(
-        self, label: Int[Array, "B H N"], clusters: int, implementation: str | None
-    ) -> tuple[Float[Array, "B H C D"], Float[Array, "B H C"]]:
-        """Returns the mean of the clusters' values, each as heavy as its mass, and their masses."""
-        mass = jnp.where(self.members, self.mass, 0.0)
-        # Nothing of other slots is added, not even what is not a number.
-        rows = jnp.where(self.members[..., None], self.values.astype(jnp.float32), 0.0)
-        total, of_cluster = (
-            sum_into(label, x, clusters, implementation=implementation)
-            for x in (mass[..., None] * rows, mass)
-        )
-        return total / jnp.where(of_cluster > 0, of_cluster, 1.0)[..., None], of_cluster
 
 
 class Clustering(NamedTuple):
@@ -57,15 +38,12 @@ class Clustering(NamedTuple):
       label: the cluster of every slot; C where it is in none.
       centroids, sizes: means of the clusters' keys, and numbers of their slots.
       there: marks the clusters that exist.
-      values, mass: means of the clusters' values, and their masses; None where not wanted.
     """
 
     label: Int[Array, "B H N"]
     centroids: Float[Array, "B H C D"]
     sizes: Int[Array, "B H C"]
     there: Bool[Array, "B H C"]
-    values: Float[Array, "B H C D"] | NoneElsewhere = None
-    mass: Float[Array, "B H C"] | NoneElsewhere = None
 
 
 class KMeansOptions(NamedTuple):
@@ -80,13 +58,12 @@ def cluster(
     points: Points, wanted: Int[Array, "B H"], most: int, options: KMeansOptions
 ) -> Clustering:
     """Makes `wanted` clusters, at most `most` (static), by k-means from keys of random members."""
-    keys, position, members, number, values, _ = points
+    keys, position, members, number = points
     drawn = keep_best(number, members, position, wanted)
     start = take_slots(keys, sorted_slots(drawn, position)[..., :most])
     there = jnp.arange(most, dtype=jnp.int32)[None, None] < wanted[..., None]
     label, centroids = kmeans(keys, members, start, there, **options._asdict())
-    means = () if values is None else points.means(label, most, options.implementation)
-    return Clustering(label, centroids, sum_into(label, jnp.ones_like(label), most), there, *means)
+    return Clustering(label, centroids, sum_into(label, jnp.ones_like(label), most), there)
 
 
 def cluster_chunks(
@@ -113,12 +90,10 @@ def cluster_chunks(
         padding[2] = (0, chunks * chunk - size)
         return jnp.pad(x, padding).reshape(batch, heads * chunks, chunk, *x.shape[3:])
 
-    chunked = jax.tree.map(chunks_as_heads, points)
+    chunked = Points(*map(chunks_as_heads, points))
     clustering = cluster(chunked, wanted.reshape(batch, -1), most, options)
     label = clustering.label.reshape(batch, heads, chunks, chunk)
     first = most * jnp.arange(chunks, dtype=jnp.int32)[None, None, :, None]
     label = jnp.where(label < most, label + first, chunks * most)
-    joined = jax.tree.map(
-        lambda x: x.reshape(batch, heads, chunks * most, *x.shape[3:]), clustering[1:]
-    )
+    joined = (x.reshape(batch, heads, chunks * most, *x.shape[3:]) for x in clustering[1:])
     return Clustering(label.reshape(batch, heads, -1)[..., :size], *joined)

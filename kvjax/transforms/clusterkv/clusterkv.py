@@ -14,14 +14,14 @@ from jaxtyping import Array, Bool, Int
 from kvjax.budgets.budgets import Budget, check_budget, most_slots, slots_for
 from kvjax.cache.payload import take_slots, write_slots
 from kvjax.cache.slots import STORED_SLOT, KVCache
-from kvjax.checks import check_choice, check_count, check_flag
+from kvjax.checks import check_choice, check_count
 from kvjax.decisions import Order
 from kvjax.devices import all_heads
 from kvjax.protocol import Card, Extent, Needs, Step, View
 from kvjax.serialization import named
 from kvjax.transforms.clusterkv.chunks import KMeansOptions, Metric, Points, cluster, cluster_chunks
 from kvjax.transforms.clusterkv.clusters import Clusters, where_heads
-from kvjax.transforms.clusterkv.recalled import GroupReduce, Ranking, recalled_slots, unread
+from kvjax.transforms.clusterkv.recalled import GroupReduce, Ranking, recalled_slots
 from kvjax.transforms.random import check_seed, layer_key, uniform
 from kvjax.transforms.recall import Recall, of_lists
 from pallas_kernels.base.varying import varying
@@ -85,11 +85,6 @@ class ClusterKV(Recall):
       dense_layers: layers that attend to everything; the first two as in the paper. Give `()` to a
         model of two layers.
       seed: seed of the draw of keys that k-means starts from.
-      estimate: let each cluster stand for those of its slots that a step does not read, as one
-        virtual slot: its centroid is the key, the mean of its values the value, and the log of the
-        number of these tokens is added to its logit. So every token counts once. In attention with
-        a sliding window, a cluster does so if all its tokens are visible. The means of values are
-        as large as the centroids.
 
     Raises:
       TypeError, ValueError: a number out of range; `budget` below `sinks + 1`; an unknown metric.
@@ -102,8 +97,6 @@ class ClusterKV(Recall):
     References:
       Liu et al., ClusterKV: Manipulating LLM KV Cache in Semantic Space for Recallable Compression,
       arXiv 2412.03213.
-      Chen et al., RetroInfer: A Vector-Storage Approach for Scalable Long-Context LLM Inference,
-      arXiv 2505.02922, for `estimate`.
 
     Deviations from the paper:
       The paper's method is `ClusterKV(budget, tokens_per_cluster=80, new_clusters=4, chunk=None)`
@@ -112,13 +105,13 @@ class ClusterKV(Recall):
       told (docs/results/selections.md, "ClusterKV's clusters"). Clustering is not overlapped with
       the attention of its layer, nor does the next layer go on beside it, as in the paper: one
       device runs JAX's programs one after the other (docs/design/recall.md). The paper has no
-      further turns and no `estimate`. Here the tokens of a further turn are clustered among
-      themselves, and existing clusters stay. Everything is clustered anew in these cases: the turn
-      has more than `chunk` tokens; a method before has evicted or merged clustered tokens; there is
-      no room for more clusters; the prompt before was shorter than `sinks`, so that tokens of this
-      one are sinks too; or `clusters` is given, which is the number of all clusters. A row that got
-      no token in some steps has fewer than `interval` new tokens when a flush must make room. They
-      are clustered all the same, and join the row's last cluster if there is no room for further
+      further turns. Here the tokens of a further turn are clustered among themselves, and existing
+      clusters stay. Everything is clustered anew in these cases: the turn has more than `chunk`
+      tokens; a method before has evicted or merged clustered tokens; there is no room for more
+      clusters; the prompt before was shorter than `sinks`, so that tokens of this one are sinks
+      too; or `clusters` is given, which is the number of all clusters. A row that got no token in
+      some steps has fewer than `interval` new tokens when a flush must make room. They are
+      clustered all the same, and join the row's last cluster if there is no room for further
       clusters. Behind a method that evicts or merges, the sinks are the first tokens that remain.
     """
 
@@ -135,7 +128,6 @@ class ClusterKV(Recall):
     group_reduce: GroupReduce = "max"
     dense_layers: tuple[int, ...] = (0, 1)
     seed: int = 0
-    estimate: bool = False
 
     card = Card(
         acts="prompt, every 320 tokens", paper="ClusterKV, arXiv 2412.03213", when="later",
@@ -157,7 +149,6 @@ class ClusterKV(Recall):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name), 1)
         check_count("sinks", self.sinks, 0)
-        check_flag("estimate", self.estimate)
         check_choice("metric", self.metric, get_args(Metric))
         check_choice("group_reduce", self.group_reduce, get_args(GroupReduce))
         check_seed(self.seed)
@@ -182,7 +173,7 @@ class ClusterKV(Recall):
         fixed = self.sinks
         if view.window is not None:
             clusters, fixed = clusters.seen(cache, view.window), 0
-        chosen, order = recalled_slots(
+        chosen = recalled_slots(
             query.reshape(*cache.shape[:2], cache.group, -1), clusters, cache.lists[1],
             self._likely(cache),
             Ranking(self.per_query_head, self.group_reduce, view.implementation),
@@ -192,11 +183,7 @@ class ClusterKV(Recall):
         invisible = (slots[..., -1:] < view.slots) & (view.slots < cache.slots)
         dropped = cache.dropped + invisible.sum(-1, dtype=jnp.int32)
         view = dataclasses.replace(view, cache=cache.replace(dropped=dropped))
-        view = view.take(jnp.concatenate((chosen, recent), axis=-1), fixed=fixed)
-        if self.estimate:
-            estimate = clusters.estimate(unread(clusters, order, cache.lists[1]))
-            view = dataclasses.replace(view, estimate=estimate)
-        return view, state
+        return view.take(jnp.concatenate((chosen, recent), axis=-1), fixed=fixed), state
 
     def on_prompt(self, cache: KVCache, state: Index, step: Step) -> tuple[Order, Index]:
         """Clusters everything except the sinks; in a further turn only new tokens, if possible."""
@@ -275,7 +262,7 @@ class ClusterKV(Recall):
         # Keys are read from the cache and not taken from `step.keys`: an earlier part of a chain
         # may have merged some since attention saw them.
         number = uniform(key, cache.position, cache.heads)
-        tokens = Points(cache.k.read(), cache.position, members, number, *self._weighed(cache))
+        tokens = Points(cache.k.read(), cache.position, members, number)
         most, options = self._most_clusters(cache)[0], self._kmeans_options(step.implementation)
         wanted = jnp.where(heads[..., None], wanted, 0)
         clustering = cluster_chunks(tokens, wanted, most, chunk, options)
@@ -317,8 +304,7 @@ class ClusterKV(Recall):
         tokens = self._tokens(cache, key, slots, members)
         clustering = cluster(tokens, wanted, most, self._kmeans_options(step.implementation))
         clusters = clusters.add(*clustering[1:])
-        joining = members & (wanted == 0)[..., None]
-        clusters = clusters.join_last(tokens, joining, step.implementation)
+        clusters = clusters.join_last(tokens.keys, members & (wanted == 0)[..., None])
         place = jax.lax.broadcasted_iota(jnp.int32, slots.shape, 2)
         # Slots that are not clustered keep their places behind all others.
         label = jnp.where(members, clustering.label, most + 1)
@@ -332,15 +318,7 @@ class ClusterKV(Recall):
         """Reads the tokens of some slots; slots that are not members may lie beyond the cache."""
         index = jnp.minimum(slots, cache.slots - 1)
         position = take_slots(cache.position, index)
-        number = uniform(key, position, cache.heads)
-        return Points(cache.k.read(index), position, members, number, *self._weighed(cache, index))
-
-    def _weighed(self, cache: KVCache, index: Int[Array, "B H N"] | None = None) -> tuple:
-        """Returns values and masses of all slots, or of those of `index`, if clusters need them."""
-        if not self.estimate:
-            return None, None
-        mass = cache.log_mass if index is None else take_slots(cache.log_mass, index)
-        return cache.v.read(index), jnp.exp(mass)
+        return Points(cache.k.read(index), position, members, uniform(key, position, cache.heads))
 
     def _kmeans_options(self, implementation: str | None) -> KMeansOptions:
         """Returns the options of k-means."""
@@ -357,18 +335,14 @@ class ClusterKV(Recall):
         new = self._most_new(cache) * (cache.max_new // self.interval)
         shape = (*cache.shape[:2], self._most_clusters(cache)[1] + new)
         length, budget = jnp.minimum(cache.length, cache.max_prompt), self.rows_budget(cache)
-        centroids = jnp.zeros((*shape, cache.k.shape[3]), jnp.float32)
         return Clusters(
-            centroids=centroids,
+            centroids=jnp.zeros((*shape, cache.k.shape[3]), jnp.float32),
             sizes=jnp.zeros(shape, jnp.int32),
             starts=jnp.zeros(shape, jnp.int32),
             number=jnp.zeros(shape[:2], jnp.int32),
             sinks=sinks,
             budget=budget,
             per_cluster=self._per_cluster(length, budget),
-            # Arrays of their own: one buffer must not be donated twice.
-            values=centroids + 0 if self.estimate else None,
-            mass=jnp.zeros(shape, jnp.float32) if self.estimate else None,
         )
 
     def _chunk(self, slots: int) -> int:

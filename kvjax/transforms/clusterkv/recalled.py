@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.payload import sum_into
 from kvjax.transforms.clusterkv.clusters import Clusters
 from pallas_kernels import build_indices, rank_clusters
 from pallas_kernels.base.dispatch import on_one_cpu
@@ -30,10 +29,8 @@ class Ranking(NamedTuple):
 
 def recalled_slots(
     query: Float[Array, "B H G D"], clusters: Clusters, length: int, likely: int, ranking: Ranking
-) -> tuple[Int[Array, "B K N"], Int[Array, "B K M"]]:
+) -> Int[Array, "B K N"]:
     """Lists the sinks and the slots of the clusters with the highest `q · μ`, up to the budget.
-
-    Returns the slots, and the clusters as ranked.
 
     On a CPU, ranking and listing all clusters takes about as long as reading the slots of the best
     ones. Therefore only the `likely` best are ranked and listed there; all of them are in a step in
@@ -60,52 +57,28 @@ def recalled_slots(
             implementation=ranking.implementation,
         )  # fmt: skip
 
-    def of_all() -> tuple[Int[Array, "B K N"], Int[Array, "B K C"]]:
-        order = ranked(num_clusters)
-        return listed(order), order
+    def of_all() -> Int[Array, "B K N"]:
+        return listed(ranked(num_clusters))
 
     if likely >= num_clusters or not on_one_cpu(ranking.implementation, clusters.centroids):
         return of_all()
     return _of_best_if_enough(ranked(likely), listed, of_all, clusters)
 
 
-def unread(clusters: Clusters, order: Int[Array, "B K M"], length: int) -> Int[Array, "B K C"]:
-    """Returns how many slots of each cluster are in no list.
-
-    Args:
-      clusters: index of each KV head, with the row's budget.
-      order: clusters as ranked; a cluster that stands there again takes no more slots.
-      length: slots of a list, sinks included (static).
-    """
-    sizes = take_slots(clusters.sizes, order)
-    before = jnp.cumsum(sizes, axis=-1, dtype=jnp.int32) - sizes
-    lists = order.shape[1] // clusters.sizes.shape[1]
-    room = jnp.minimum(clusters.budget[:, None], length) - clusters.sinks
-    room = jnp.repeat(room, lists, axis=1)[..., None]
-    read = sum_into(order, jnp.clip(room - before, 0, sizes), clusters.sizes.shape[2])
-    return jnp.repeat(clusters.sizes, lists, axis=1) - read
-
-
 def _of_best_if_enough(
     best: Int[Array, "B K L"],
     listed: Callable[[Int[Array, "B K L"]], Int[Array, "B K N"]],
-    of_all: Callable[[], tuple[Int[Array, "B K N"], Int[Array, "B K C"]]],
+    of_all: Callable[[], Int[Array, "B K N"]],
     clusters: Clusters,
-) -> tuple[Int[Array, "B K N"], Int[Array, "B K C"]]:
+) -> Int[Array, "B K N"]:
     """Lists the best clusters, or all of them if the best have fewer slots than the budget."""
-    num_clusters, likely = clusters.sizes.shape[2], best.shape[2]
     sizes = take_slots(clusters.sizes, best)
     wanted = clusters.budget[:, None] - clusters.sinks
     wanted = jnp.repeat(wanted, best.shape[1] // wanted.shape[1], axis=1)
     # Empty clusters are ranked last: if the last of the best is empty, no other has slots.
     full = (sizes.sum(-1, dtype=jnp.int32) >= wanted) | (sizes[..., -1] == 0)
 
-    def of_best() -> tuple[Int[Array, "B K N"], Int[Array, "B K C"]]:
-        # A cluster that stands there again takes no more slots, so the last may be repeated.
-        padding = (0, 0), (0, 0), (0, num_clusters - likely)
-        return listed(best), jnp.pad(best, padding, mode="edge")
-
-    def rank_again() -> tuple[Int[Array, "B K N"], Int[Array, "B K C"]]:
-        return jax.lax.cond(full.all(), of_best, of_all)
+    def rank_again() -> Int[Array, "B K N"]:
+        return jax.lax.cond(full.all(), lambda: listed(best), of_all)
 
     return jax.jit(rank_again)()
