@@ -88,7 +88,7 @@ class DecodedCopy:
                 for number, (path, shape) in enumerate(self.shapes.items())
             }
             os.utime(self.folder / _LIST)  # used now
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, EOFError):  # NumPy raises it for an empty file
             return None
         return arrays
 

@@ -1,4 +1,4 @@
-"""Files that several threads write at once, and what killed processes leave."""
+"""Files that are read and written: by several threads at once, by killed processes, in vain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.files import write_whole
+from kvjax.files import (
+    check_folder,
+    check_regular,
+    keep_recently_used,
+    read_regular,
+    user_cache,
+    write_whole,
+    writing,
+)
 from tests.generation.test_generate import model
 
 TEXTS = [letter * 200_000 for letter in "abc"]
@@ -113,3 +121,73 @@ def test_a_write_that_fails_leaves_the_file_and_nothing_else(tmp_path, monkeypat
     with pytest.raises(OSError, match=r"No space left on device: '.*file'"):
         write_whole(path, "later")
     assert [(x.name, x.read_text()) for x in tmp_path.iterdir()] == [("file", "earlier")]
+
+
+def test_what_is_no_file_to_read(tmp_path):
+    path = tmp_path / "file"
+    for read in (check_regular, lambda path: read_regular(path, 4)):
+        with pytest.raises(ValueError, match=r"cannot read .*file: No such file or directory$"):
+            read(path)
+        with pytest.raises(ValueError, match="must be a regular file"):
+            read(tmp_path)
+    path.write_bytes(b"12345")
+    check_regular(path)
+    assert read_regular(path, 5) == b"12345"
+    for read in (check_regular, read_regular):
+        with pytest.raises(ValueError, match=r"cannot read .*file: it has more than 4 bytes"):
+            read(path, 4)
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="no such file here")
+def test_a_file_whose_reading_fails():
+    """Nothing lies at the beginning of a process's memory."""
+    with pytest.raises(ValueError, match="cannot read /proc/self/mem: Input/output error"):
+        read_regular(Path("/proc/self/mem"), 4)
+
+
+def test_errors_of_the_system_name_what_is_written(tmp_path):
+    path = tmp_path / "wanted"
+    with pytest.raises(FileNotFoundError, match=r"No such file .*wanted'$"), writing(path):
+        (tmp_path / "nowhere" / "part").touch()
+    with pytest.raises(OSError, match=r"^of another library$"), writing(path):
+        raise OSError("of another library")
+    path.touch()
+    with pytest.raises(ValueError, match=r"cannot write to .*wanted: it is not a directory"):
+        check_folder(path)
+
+
+def test_where_things_are_kept_between_processes(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVJAX_CACHE", "Off")
+    assert user_cache() is None
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))
+    assert user_cache() == tmp_path
+    monkeypatch.delenv("KVJAX_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert user_cache() == tmp_path / "xdg" / "kvjax"
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    assert user_cache() == tmp_path / "home" / ".cache" / "kvjax"
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    assert user_cache() is None
+
+
+def test_the_least_recently_used_make_room(tmp_path):
+    """Of files and of folders, whose last use is that of any file in them; empty ones stay."""
+    hours = {"new": 0, "used/old": 5, "used/new": 1, "older": 2, "folder/a": 3, "folder/b": 4}
+    for name, hour in {**hours, "oldest": 6}.items():
+        place = tmp_path / name
+        place.parent.mkdir(exist_ok=True)
+        place.write_bytes(bytes(100))
+        os.utime(place, (0, 10**9 - 3600 * hour))
+    (tmp_path / "empty").mkdir()
+    for most, left in (
+        (600, ["empty", "folder", "new", "older", "used"]),
+        (599, ["empty", "new", "older", "used"]),
+        (300, ["empty", "new", "used"]),
+    ):
+        keep_recently_used(list(tmp_path.iterdir()), most)
+        assert sorted(place.name for place in tmp_path.iterdir()) == left

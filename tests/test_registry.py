@@ -222,7 +222,12 @@ def test_modules_that_cannot_be_imported(capsys, tmp_path, content, said):
     assert said.replace("%s", str(path)) in err
 
 
-def test_an_unknown_module(capsys):
+def test_an_unknown_module(capsys, monkeypatch, tmp_path):
+    """A file of that name in the working directory is one by its path alone."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_module_here.py").write_text("")
+    assert main(["methods", "--import", "my_module_here"]) == 2
+    assert "; for the file that is here, --import my_module_here.py\n" in capsys.readouterr().err
     assert main(["methods", "--import", "no_such_module_of_mine"]) == 2
     err = capsys.readouterr().err
     assert "cannot import no_such_module_of_mine: ModuleNotFoundError: No module named" in err
@@ -233,3 +238,17 @@ def test_a_parenthesis_that_is_missing_is_told():
         kvjax.parse("chain(snapkv")
     with pytest.raises(ValueError, match=r"1 \( missing"):
         kvjax.parse("snapkv)")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        (kvjax.Full(), TypeError, r"parse takes the text of a method, got Full\("),
+        ("snapkv(window=8, window=9)", ValueError, "a parameter of snapkv is given twice in 'sna"),
+        ("snapkv | quantize(bits=4)", ValueError, r"write chain\(snapkv, quantize\(bits=4\)\)$"),
+        ("snapkv + 'h2o'", ValueError, r"got \"snapkv \+ 'h2o'\"$"),
+    ],
+)
+def test_texts_that_are_no_method(text, kind, message):
+    with pytest.raises(kind, match=message):
+        kvjax.parse(text, budget=16)

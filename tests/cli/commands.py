@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+from collections.abc import Iterator
 
+import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
 from rich.console import Console
 
 from kvjax.cli.main import main
@@ -32,3 +37,19 @@ def one_line(err: str) -> str:
 def console(width: int = 100) -> Console:
     """A terminal whose text can be read afterwards."""
     return Console(width=width, record=True, highlight=False, file=io.StringIO())
+
+
+class _Keyboard(io.StringIO):
+    """Standard input at a terminal, whose keys come another way."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def keys_typed(monkeypatch: pytest.MonkeyPatch, keys: str) -> Iterator[None]:
+    """Lets the block find a terminal at which these keys were typed."""
+    monkeypatch.setattr("sys.stdin", _Keyboard())
+    with create_pipe_input() as keyboard, create_app_session(input=keyboard):
+        keyboard.send_text(keys)
+        yield

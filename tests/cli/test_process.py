@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import io
+import gc
 import json
 import os
+import runpy
 import select
 import shutil
 import signal
@@ -16,13 +17,14 @@ from pathlib import Path
 import pytest
 
 from kvjax.cli import arguments, generate_command
-from kvjax.cli.chat_input import LEAVING, Interrupts, interrupts_counted, lines
+from kvjax.cli.chat_input import LEAVING
 from kvjax.cli.main import main
 from tests.cli.commands import one_line, output
 
 ROOT = Path(__file__).parents[2]
 posix = pytest.mark.skipif(os.name != "posix", reason="shells, signals and terminals of POSIX")
-FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device")
+FULL_DISK = Path("/dev/full")
+FULL = pytest.mark.skipif(not FULL_DISK.exists(), reason="no such device")
 
 
 def test_version_and_help(capsys):
@@ -60,6 +62,33 @@ def test_an_error_does_not_go_to_standard_output(capsys, monkeypatch):
     assert capsys.readouterr().out == ""
 
 
+@FULL
+@pytest.mark.parametrize(
+    ("stream", "args", "said"),
+    [
+        ("sys.stdout", ["--version"], "kvjax: error: No space left on device\n"),
+        ("sys.stderr", ["--frob"], ""),
+    ],
+)
+def test_a_full_disk(capsys, monkeypatch, stream, args, said):
+    with FULL_DISK.open("w", buffering=1) as full, monkeypatch.context() as patch:
+        patch.setattr(stream, full)
+        assert main(args) == 2
+        print("what is written later is lost", file=full)  # and raises no more
+    assert capsys.readouterr() == ("", said)
+
+
+@posix
+def test_a_reader_that_is_gone(capsys, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", pipe)
+        assert main(["--version"]) == 1
+        print("what is written later is lost", file=pipe)
+    assert capsys.readouterr() == ("", "")
+
+
 @posix
 def test_a_closed_pipe():
     line = [sys.executable, "-m", "kvjax", "--version"]
@@ -86,6 +115,40 @@ def test_a_keyboard_interrupt_that_python_raised(capsys, monkeypatch):
     monkeypatch.setattr(generate_command, "run", interrupt)
     assert main(["generate"]) == 130
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.fixture
+def process(monkeypatch):
+    """Puts back what the command sets for the whole process."""
+    handler, thresholds = signal.getsignal(signal.SIGINT), gc.get_threshold()
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "")
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL")
+    monkeypatch.setattr("sys.argv", ["kvjax", "--version"])
+    yield
+    signal.signal(signal.SIGINT, handler)
+    gc.set_threshold(*thresholds)
+
+
+@pytest.mark.usefixtures("process")
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(signal.default_int_handler, signal.SIG_DFL), (signal.SIG_IGN, signal.SIG_IGN)],
+    ids=["python's", "ignored"],
+)
+def test_what_is_set_before_jax_is_imported(capsys, before, after):
+    signal.signal(signal.SIGINT, before)
+    with pytest.raises(SystemExit) as done:
+        runpy.run_path(str(ROOT / "kvjax" / "__main__.py"), run_name="__main__")
+    assert done.value.code == 0 and capsys.readouterr().out.startswith("kvjax ")
+    assert signal.getsignal(signal.SIGINT) is after
+    assert os.environ["TF_CPP_MIN_LOG_LEVEL"] == "3" and gc.get_threshold()[0] == 100_000
+
+
+@pytest.mark.usefixtures("process")
+def test_the_module_of_the_command_is_a_command(capsys):
+    with pytest.raises(SystemExit) as done:
+        runpy.run_path(str(ROOT / "kvjax" / "cli" / "main.py"), run_name="__main__")
+    assert done.value.code == 0 and capsys.readouterr().out.startswith("kvjax ")
 
 
 @posix
@@ -334,20 +397,6 @@ def test_no_interrupt_leaves_unannounced(terminal):
     assert shell.end()[0] == -signal.SIGINT
 
 
-def test_a_press_that_answers_the_announcement_ends_the_process(monkeypatch):
-    """However soon it comes: a handler that ran once more would lose it."""
-    handlers = []
-    monkeypatch.setattr(os, "write", lambda *_: handlers.append(signal.getsignal(signal.SIGINT)))
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        with interrupts_counted() as interrupts:
-            interrupts.press()
-            interrupts.press()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert handlers == [signal.SIG_DFL]
-
-
 @posix
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="no tmux, whose screen is looked at")
@@ -382,14 +431,3 @@ def test_a_long_text_is_shown_as_it_was_pasted(tmp_path):
         assert shown == wrapped[-len(shown) :]
     finally:
         tmux("kill-server")
-
-
-def test_lines_of_a_file(monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo"))
-    assert list(lines(Interrupts())) == ["one", "", "two"]
-
-
-def test_no_standard_input(monkeypatch):
-    monkeypatch.setattr("sys.stdin", None)
-    with pytest.raises(ValueError, match="standard input is closed"):
-        next(lines(Interrupts()))

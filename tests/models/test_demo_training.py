@@ -65,6 +65,38 @@ def test_the_bundled_held_out_text_was_held_out():
     assert corpus.without_known_paragraphs(held_out, training) == demo.held_out_text()
 
 
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """Python's library and its help topics, few of each."""
+    folder = tmp_path / "library"
+    for name, content in {
+        "b.py": '"""The module."""\nclass A:\n    """A class."""\n    def m(self):\n'
+                '        """A method."""\nasync def f():\n    """A function."""\n',
+        "a/__init__.py": 'def f():\n    """A function   of\n    two lines."""\n',
+        "a/no_word.py": "x = 1\n",
+        "a/template.py": "def {{ name }}():\n",
+        "a/zeros.py": "x = 1\0",
+        "test_b.py": '"""A test."""',
+        "a/tests/b.py": '"""A test."""',
+        "site-packages/c.py": '"""Of others."""',
+        "text.txt": '"""No module."""',
+    }.items():  # fmt: skip
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+    monkeypatch.setattr("sysconfig.get_path", {"stdlib": str(folder)}.__getitem__)
+    monkeypatch.setattr("pydoc_data.topics.topics", {"while": "Loops.", "if": "Branches."})
+
+
+@pytest.mark.usefixtures("library")
+def test_documents_are_topics_and_docstrings():
+    assert list(corpus.python_documents()) == [
+        ("topic if", "Branches."),
+        ("topic while", "Loops."),
+        ("module a.__init__", "A function   of\ntwo lines."),
+        ("module b", "The module.\n\nA class.\n\nA function.\n\nA method."),
+    ]
+
+
 def test_the_tokenizer_reads_digits_in_pairs_and_keeps_every_text():
     tokenizer = bundled_tokenizer()
     assert tokenizer.get_vocab_size() == train.CONFIG.vocab_size
@@ -165,6 +197,29 @@ def test_the_folder_loads(trained, tmp_path):
         np.testing.assert_array_equal(stored, weight.astype(jnp.bfloat16).astype(np.float32))
     assert read(EXACT).input_ids == tokenizer.encode(EXACT).ids
     assert (read.bos_token_id, read.eos_token_id) == (0, 1)
+
+
+@pytest.mark.usefixtures("library")
+def test_the_command_writes_the_model_and_what_it_never_saw(trained, capsys, monkeypatch, tmp_path):
+    """The training itself is another one, which is short."""
+    calls, out = [], tmp_path / "new" / "model"
+
+    def short_training(texts, *, seed, report):
+        calls.append((texts, seed))
+        report("step 0")
+        return trained[:2]
+
+    monkeypatch.setattr(train, "train", short_training)
+    monkeypatch.setattr("sys.argv", ["train", "--out", str(out), "--seed", "3"])
+    monkeypatch.setattr("pydoc_data.topics.topics", {f"{n}": f"Topic {n}." for n in range(30)})
+    train.main()
+    chosen = [n for n in range(30) if zlib.crc32(f"topic {n}".encode()) % 10 == 0]
+    assert capsys.readouterr().out == "step 0\n"
+    ((texts, seed),) = calls
+    assert seed == 3 and len(texts) == 32 - len(chosen) and "Topic 1.\n\n" in texts
+    unseen = "\n\n".join(f"Topic {n}." for n in sorted(chosen, key=str)) + "\n"
+    assert (out / "held_out.txt").read_text() == unseen
+    assert from_pretrained(out).config == TINY
 
 
 def test_forward_and_loss(trained):

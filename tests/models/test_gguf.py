@@ -239,6 +239,13 @@ def test_other_factors_are_kept_as_they_are(changed):
     assert attention_factor(rope) == 1.0
 
 
+def test_factors_that_are_none(changed):
+    freqs = float32([-1.0, -2.0, -1.5, -7.0])
+    path = changed(lambda tensors: tensors.update({"rope_freqs.weight": freqs}))
+    with pytest.raises(ValueError, match=r"changed\.gguf.* 4 finite numbers above 0"):
+        read_config(path)
+
+
 def test_gemma_of_27_billion_has_another_scale(tmp_path):
     """Known by its layers; files leave `query_pre_attn_scalar` out."""
     for arch, layers in (("gemma2", 46), ("gemma3", 62)):
@@ -262,6 +269,16 @@ def test_which_layers_of_gemma_have_the_window(pair, given):
     _, path = pair("gemma3", "gemma3_text", changes, add)
     windows = [layer.window for layer in read_config(path).layers]
     assert windows == [7, 7, None, 7]
+
+
+def test_a_pattern_of_windows_that_is_none(pair):
+    def add(writer, config):
+        window(writer, config)
+        writer.add_string("gemma3.attention.sliding_window_pattern", "x")
+
+    _, path = pair("gemma3", "gemma3_text", {"head_dim": 8, "sliding_window": 7}, add)
+    with pytest.raises(ValueError, match="integer from 0 or a list of truth values, got 'x'"):
+        read_config(path)
 
 
 def test_equal_numbers_for_all_layers_are_one(changed):
@@ -358,6 +375,21 @@ def test_quantised_weights(tmp_path, kind):
     )
     rounded = parameters(from_pretrained(path, "bfloat16"))[gate_up]
     np.testing.assert_array_equal(rounded, ours[gate_up].astype(rounded.dtype))
+
+
+def test_what_was_decoded_is_kept(tmp_path, monkeypatch):
+    """Numbers that are not finite are allowed to a call, and not to the next one."""
+    model = random_reference(intermediate_size=64)
+    tensors = tensors_of("llama", model)
+    types = {name: Type.Q8_0 for name, tensor in tensors.items() if tensor.ndim == 2}
+    path = write(tmp_path / "model.gguf", "llama", tensors, sizes_of(model.config), types)
+    expected = from_pretrained(path)
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "cache"))
+    from_pretrained(path, allow_nonfinite=True)
+    assert not (tmp_path / "cache").exists()
+    assert_equal(from_pretrained(path), expected)
+    monkeypatch.setattr(checkpoints, "read_gguf_tensors", lambda *_: pytest.fail("decoded again"))
+    assert_equal(from_pretrained(path), expected)
 
 
 @pytest.mark.parametrize(
@@ -503,4 +535,7 @@ def test_a_file_that_becomes_shorter(plain, tmp_path):
     header = read_header(path)
     path.write_bytes(path.read_bytes()[: header.offsets[UP] + 8])
     with pytest.raises(ValueError, match=rf"tensor {UP} of .*model\.gguf ends before its 6,144"):
+        list(read_gguf_tensors(header, [UP]))
+    path.unlink()
+    with pytest.raises(ValueError, match=r"cannot read .*model\.gguf: No such file or directory"):
         list(read_gguf_tensors(header, [UP]))

@@ -283,6 +283,21 @@ def test_scores_are_merges(made, stories, data_dir):
     assert ids(ours, "One<|end_story|>two") == [*ids(ours, "One"), 2, *ids(ours, "two")]
 
 
+def test_merges_are_taken_before_scores(made, stories):
+    folder, described = stories
+    merges = [merge if isinstance(merge, str) else " ".join(merge)
+              for merge in described["model"]["merges"]]  # fmt: skip
+
+    def add(writer):
+        sentencepiece(described, ("add_token_merges", merges))(writer)
+        count = len(described["model"]["vocab"])
+        replace(writer, "tokenizer.ggml.scores", "add_array", [0.0] * count)
+
+    ours, theirs = gguf_tokenizer(made(add)), load_tokenizer(folder)
+    for text in ("Once upon a time, there was a girl named Lily.", "a", "  two  spaces "):
+        assert ours(text).input_ids == theirs(text).input_ids
+
+
 def test_markers_among_scored_tokens(made, stories):
     folder, described = stories
     markers = ["<start_of_turn>", "<end_of_turn>", "<bot>"]
@@ -360,6 +375,55 @@ def test_neither_merges_nor_scores(made, stories):
 
     with pytest.raises(ValueError, match=r"scores is missing, and so is tokenizer\.ggml\.merges"):
         load_tokenizer(made(add))
+
+
+def test_a_template_that_is_no_text(made, described):
+    path = made(vocabulary(described, "gpt-2", ("add_uint32", "tokenizer.chat_template", 3)))
+    with pytest.raises(ValueError, match=r"gguf: tokenizer.chat_template must be text, got 3"):
+        load_tokenizer(path)
+
+
+# What is kept
+
+
+def test_a_tokenizer_is_kept_for_files_with_the_same_header(made, tmp_path, monkeypatch):
+    def file(template):
+        def add(writer):
+            writer.add_tokenizer_model("gpt2")
+            writer.add_tokenizer_pre("gpt-2")
+            writer.add_token_list(["a", "b", "ab", "<|end|>", "\u0120", "\u0120a"])
+            writer.add_token_types([1, 1, 1, 3, 1, 1])
+            writer.add_token_merges(["a b", "\u0120 a"])
+            writer.add_bos_token_id(3)
+            writer.add_add_bos_token(True)
+            writer.add_chat_template(template)
+
+        return made(add)
+
+    def check(path):
+        tokenizer = gguf_tokenizer(path)
+        assert tokenizer("ab<|end|> ab").input_ids == [3, 2, 3, 4, 2]
+        assert tokenizer.decode([3, 2, 5], skip_special_tokens=True) == "ab a"
+        assert tokenizer.bos_token == "<|end|>"
+        return tokenizer.chat_template
+
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("KVJAX_CACHE", str(cache))
+    path = file("{{ one }}")
+    assert check(path) == "{{ one }}"
+    (kept,) = (cache / "tokenizers").iterdir()
+    content, written = kept.read_bytes(), kept.stat()
+    assert check(path) == "{{ one }}"
+    assert kept.stat().st_ino == written.st_ino, "it was loaded, and not made again"
+    kept.write_bytes(content[:-9])
+    assert check(path) == "{{ one }}"
+    assert kept.read_bytes() == content, "a damaged file is made again"
+    kept.write_bytes(content.replace(b'"<|end|>"', b'"<|END|>"'))
+    assert gguf_tokenizer(path).convert_ids_to_tokens(3) == "<|END|>", "the file is what is read"
+    assert check(file("{{ two }}")) == "{{ two }}"
+    assert len(list((cache / "tokenizers").iterdir())) == 2
+    monkeypatch.setenv("KVJAX_CACHE", str(kept))  # a file, in which nothing can be kept
+    assert check(path) == "{{ two }}"
 
 
 @pytest.mark.slow

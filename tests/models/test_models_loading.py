@@ -411,6 +411,8 @@ def test_wrong_shardings_are_refused(saved):
     load = partial(from_pretrained, saved[False][0])
     mesh = Mesh(np.array(jax.devices()[:1]), ("model",))
     deep = NamedSharding(mesh, PartitionSpec(None, None, "model"))
+    with pytest.raises(ValueError, match="give sharding or mesh, not both"):
+        load(sharding=deep, mesh=mesh)
     for sharding, error, message in (
         ("model", TypeError, "sharding must be a Sharding, a function or None"),
         (deep, ValueError, r"parameter \S+ of shape \[.*\] cannot be placed as Named"),
@@ -558,6 +560,11 @@ def test_neither_a_folder_nor_an_id(given, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError):
         from_pretrained(given)
+
+
+def test_what_is_no_name_of_a_model():
+    with pytest.raises(TypeError, match="a folder, a file or an id, got 3"):
+        from_pretrained(3)
 
 
 def test_hub_ids_are_downloaded(monkeypatch, saved):

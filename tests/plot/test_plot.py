@@ -243,6 +243,17 @@ WRONG = {
     "head": (lambda axes, cache: plot.masses(axes, cache, head=2), ValueError, "head .* at most 1"),
     "clusters": (lambda axes, cache: plot.clusters(axes, cache), ValueError, "ClusterKV"),
     "marks": (lambda axes, cache: plot.field(axes, [[0, 3]]), ValueError, "0, 1 and 2"),
+    "group": (
+        lambda axes, cache: plot.field(axes, [[0, 1]] * 3, group=2), ValueError,
+        "group must divide the 3 lines, got 2",
+    ),
+    "no steps": (
+        lambda axes, cache: plot.selected(axes, [], layer=0), TypeError, "that watch returns",
+    ),
+    "uneven layers": (
+        lambda axes, cache: plot.held(axes, [cache, cache_of(HEADS + 1)]), ValueError,
+        r"equally many lists of slots in all layers, got \[2, 3\]",
+    ),
     "dense": (
         lambda axes, cache: plot.selected(axes, [plot.Seen(1, (None,), (None,))], layer=0),
         ValueError, "nothing is selected",
@@ -262,12 +273,15 @@ WRONG = {
 }  # fmt: skip
 
 
+def cache_of(heads):
+    return kvjax.init_cache(
+        kvjax.Full(), batch=1, kv_heads=heads, head_dim=DIM, max_prompt=TOKENS, max_new=4
+    )
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_errors_come_before_anything_is_drawn(axes, name):
     call, kind, message = WRONG[name]
-    cache = kvjax.init_cache(
-        kvjax.Full(), batch=1, kv_heads=HEADS, head_dim=DIM, max_prompt=TOKENS, max_new=4
-    )
     with pytest.raises(kind, match=message):
-        call(axes, cache)
+        call(axes, cache_of(HEADS))
     assert not axes.has_data() and not axes.texts

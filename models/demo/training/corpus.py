@@ -38,7 +38,7 @@ def python_documents() -> Iterator[tuple[str, str]]:
 
 
 def _docstrings(path: Path) -> str:
-    """Returns all docstrings of a file, in their order."""
+    """Returns all docstrings of a file, those of outer definitions first."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     try:
         tree = ast.parse(path.read_bytes())
