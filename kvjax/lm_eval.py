@@ -203,8 +203,8 @@ class KVJaxLM(TemplateLM):
                 rows.sort(key=lambda pair: -len(requests[pair[1]][2]))
                 for number, result in self._scores(batch, rows, requests):
                     results[number] = result
-                    if requests[number][0] is not None:
-                        self.cache_hook.add_partial("loglikelihood", requests[number][0], result)
+                    if (texts := requests[number][0]) is not None:
+                        self.cache_hook.add_partial("loglikelihood", texts, result)
                     bar.update()
         return results
 
