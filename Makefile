@@ -4,7 +4,7 @@ PYTHON ?= $(firstword $(wildcard .venv/bin/python) python3)
 RESULTS = benchmarks/results
 NOTEBOOKS = $(sort $(wildcard notebooks/*.py))
 
-.PHONY: quick test slow exhaustive versions lint types docs notebooks wheel aot aot-loops aot-tpu bench-decode bench-kernels device
+.PHONY: quick test slow exhaustive versions lint types figures docs notebooks wheel aot aot-loops aot-tpu bench-decode bench-kernels device
 
 quick: ; $(PYTHON) -m pytest -m quick
 test: ; $(PYTHON) -m pytest
@@ -21,6 +21,8 @@ types:
 	cp -R pyproject.toml kvjax pallas_kernels benchmarks examples tests build/types
 	cp -R models build/types/kvjax
 	$(PYTHON) -m basedpyright --pythonpath $$(command -v $(PYTHON)) --project build/types
+# Compares tables and figures of the pages with the files of results.
+figures: ; $(PYTHON) benchmarks/results_page.py --check
 docs: ; $(PYTHON) -m mkdocs build --strict
 wheel: ; $(PYTHON) -m build
 # Compiles every kernel and the loop of decode steps for GPUs that are not there.
@@ -35,7 +37,7 @@ bench-decode: ; $(PYTHON) benchmarks/decode_step.py --out $(RESULTS)/decode_step
 bench-kernels: ; $(PYTHON) benchmarks/kernels.py --out $(RESULTS)/kernels.json
 # All that takes a GPU, the most valuable first, for a quarter of an hour; ARGS=... are options.
 device: ; $(PYTHON) benchmarks/device.py $(ARGS)
-# Writes the notebooks from their .py files and runs them, in half an hour; NOTEBOOKS=... names some.
+# Writes the notebooks from their .py files, runs them and notes what ran, in half an hour; NOTEBOOKS=... names some.
 notebooks:
 	$(PYTHON) -m jupytext --to ipynb --update $(NOTEBOOKS)
 	env -u MPLBACKEND -u XLA_FLAGS JAX_PLATFORMS=cpu HF_HUB_OFFLINE=1 \
@@ -45,3 +47,4 @@ notebooks:
 	  --ClearMetadataPreprocessor.enabled=True --ClearMetadataPreprocessor.clear_cell_metadata=False \
 	  --ClearMetadataPreprocessor.preserve_nb_metadata_mask=jupytext \
 	  --ClearMetadataPreprocessor.preserve_nb_metadata_mask=kernelspec $(NOTEBOOKS:.py=.ipynb)
+	$(PYTHON) -m tests.notebooks.checksums $(NOTEBOOKS:.py=.ipynb)

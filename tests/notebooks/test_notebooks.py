@@ -4,11 +4,13 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import QUICK
+from tests.notebooks.checksums import KEY, checksum
 from tests.support.marks import some_slow
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
@@ -68,7 +70,7 @@ def test_pairs_are_in_step(name):
     source = jupytext.read(FOLDER / f"{name}.py")
     written = jupytext.read(FOLDER / f"{name}.ipynb")
     assert cells(written) == cells(source), "run make notebooks"
-    assert set(written.metadata) == {"jupytext", "kernelspec"}
+    assert set(written.metadata) == {"jupytext", "kernelspec", KEY}
     assert source.cells[0].cell_type == "markdown" and source.cells[0].source.startswith("# ")
 
 
@@ -86,6 +88,30 @@ def test_outputs_are_those_of_one_run(name):
         assert {"stdout", "image/png"}.issuperset(kinds(cell)), cell.source
     installs = [cell for cell in notebook.cells if INSTALLS in cell.metadata.get("tags", [])]
     assert not any(cell.outputs or cell.execution_count for cell in installs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_cells_are_those_that_were_run(name):
+    notebook = jupytext.read(FOLDER / f"{name}.ipynb")
+    assert notebook.metadata[KEY] == checksum(notebook), "run make notebooks"
+
+
+def test_a_changed_cell_that_was_not_run_is_found(tmp_path):
+    """`jupytext --update` keeps the outputs of a cell that changed little, and the checksum."""
+    source, written = tmp_path / "quickstart.py", tmp_path / "quickstart.ipynb"
+    for path in source, written:
+        shutil.copy(FOLDER / path.name, path)
+    before = jupytext.read(written)
+    last = max(i for i, cell in enumerate(before.cells) if cell.cell_type == "code")
+    changed = jupytext.read(source)
+    changed.cells[last].source += "  # changed"
+    jupytext.write(changed, source, fmt="py:percent")
+    importlib.import_module("jupytext.cli").jupytext(["--to", "ipynb", "--update", str(source)])
+    after = jupytext.read(written)
+    assert after.cells[last].source == changed.cells[last].source != before.cells[last].source
+    assert after.cells[last].outputs == before.cells[last].outputs != []
+    assert after.metadata[KEY] == before.metadata[KEY]
+    assert after.metadata[KEY] != checksum(after)
 
 
 @pytest.mark.parametrize("name", NAMES)
