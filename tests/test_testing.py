@@ -116,23 +116,77 @@ class RoundsAgain:
         return Dense(self.data).read(index)
 
     def write(self, slots, rows):
-        return RoundsAgain(Dense(self.data).write(slots, rows).data)
+        return type(self)(Dense(self.data).write(slots, rows).data)
 
     def flush(self, steps, moves=None):
-        return RoundsAgain(Dense(self.data).flush(steps, moves).data)
+        return type(self)(Dense(self.data).flush(steps, moves).data)
 
     def encode(self, values, k, v, slots):
-        return RoundsAgain(k * 0.9999), RoundsAgain(v * 0.9999)
+        return type(self)(k * 0.9999), type(self)(v * 0.9999)
 
     def attention(self, values, queries, seen, mask, **options):
         return Dense(self.data).attention(Dense(values.data), queries, seen, mask, **options)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AddsOne(RoundsAgain):
+    """Every answer is one too much, that of a row without a token too."""
+
+    def attention(self, *args, **options):
+        out, probabilities = super().attention(*args, **options)
+        return out + 1.0, probabilities
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Overflows(RoundsAgain):
+    def encode(self, values, k, v, slots):
+        return type(self)(k * jnp.inf), type(self)(v)
+
+
 class RoundsIdleRows(kvjax.KVTransform):
     stage = Stage.REPRESENT
+    form = RoundsAgain
 
     def init(self, cache, layer):
-        return cache.replace(k=RoundsAgain(cache.k.read()), v=RoundsAgain(cache.v.read())), ()
+        return cache.replace(k=self.form(cache.k.read()), v=self.form(cache.v.read())), ()
+
+
+class AnswersPadding(RoundsIdleRows):
+    form = AddsOne
+
+
+class LosesKeys(RoundsIdleRows):
+    form = Overflows
+
+
+class HoldsTooFew(Newest):
+    """Evicts nothing while it decodes, and has room for two new tokens."""
+
+    def extent(self, extent):
+        return extent.keep(self.budget).hold(self.budget + 2)
+
+
+class DoublesValuesOfOtherRows(Newest):
+    def on_prompt(self, cache, state, step) -> tuple[Retain, tuple]:
+        factor = jnp.where(cache.length[0] > 0, 1.0, 2.0)
+        return Retain(newest(cache, self.budget), values=cache.v.read() * factor), state
+
+
+class ForgetsPins(kvjax.KVTransform):
+    """A flush pins nothing, not even what has been pinned before."""
+
+    def extent(self, extent):
+        return extent.every(4)
+
+    def on_flush(self, cache, state, step) -> tuple[Retain, tuple]:
+        return Retain(newest(cache, 8), pinned=jnp.zeros_like(cache.pinned)), state
+
+
+class EqualsNothing(Newest):
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
 
 BROKEN = {
@@ -143,6 +197,15 @@ BROKEN = {
     "steps of other rows": (CountsStepsOfAllRows, "after steps and a prompt of other rows"),
     "keeps more": (KeepsMore, "promises 12 slots after a prompt, and keeps 15"),
     "other rows": (LooksAtOtherRows, "in a batch than of the same row alone"),
+    "no value": (EqualsNothing, "is not equal to a copy of itself"),
+    "padding": (AnswersPadding, "answers a row without a token with numbers that are not 0"),
+    "keys that overflow": (LosesKeys, "left keys that are not finite"),
+    "holds too few": (HoldsTooFew, "promises 14 slots while decoding, and needs 21"),
+    "values of other rows": (
+        DoublesValuesOfOtherRows,
+        "answers a row in a batch otherwise than alone: outputs differ",
+    ),
+    "pins": (ForgetsPins, "evicts a pinned slot"),
     "other heads": (lambda: kvjax.ByHead(MeanOfHeads(0.3)), "needs couples_heads=True in its card"),
     "loop": (Loops, "has while in a decode step"),
 }
@@ -234,6 +297,12 @@ class MarksByNumber(Newest):
         return Retain(newest(cache, self.budget).astype(jnp.float32)), state
 
 
+class NewestHalf(Newest):
+    def on_prompt(self, cache, state, step) -> tuple[Keep, tuple]:
+        budget = jnp.full_like(cache.length, self.budget)
+        return Keep(budget, None, newest=0.5, newest_first=True), state
+
+
 @dataclass(frozen=True)
 class Lists(kvjax.KVTransform):
     heads: list[int]
@@ -257,6 +326,7 @@ class SelectsFloats(SelectsNumbers):
         (CountsBudget(), TypeError, r"CountsBudget.on_prompt: budget of Keep .*\[B\].*got 12"),
         (ScoresTokens(), ValueError, r"ScoresTokens.on_prompt: score of Keep .*shape \(\d+,\)"),
         (ScoresInIntegers(), ValueError, r"score of Keep must be Float \[B.*got int32 of shape"),
+        (NewestHalf(), TypeError, r"newest of Keep must be Int \[B\] or int with B = 3, got 0.5"),
         (MarksByNumber(), ValueError, r"keep of Retain must be Bool \[B, H, S\].*got float32"),
         (SelectsNumbers(), TypeError, r"SelectsNumbers.select must return a view.*got \(.*, tuple"),
         (SelectsFloats(), TypeError, r"slot numbers \[B, K, N\].*got float32 of shape \(3, 2, 4\)"),

@@ -280,6 +280,11 @@ def _sample(x: Array | np.ndarray) -> Array | np.ndarray:
         # Nothing is compiled here. `np.asarray(x)` would be kept with `x`, which could then no
         # longer be donated; a shard is another object.
         return np.asarray(x.addressable_data(0))[index]
+    return _sample_on_devices(x, index)
+
+
+def _sample_on_devices(x: Array, index: tuple[np.ndarray, ...]) -> Array:
+    """Returns the numbers at an index as `_take` does, without moving the whole array."""
     if not isinstance(x.sharding, NamedSharding):
         return _take(None, x, index)
     # Views the buffers on a mesh of automatic axes, whatever axes the user's mesh has: an index

@@ -18,6 +18,7 @@ import pytest
 import kvjax
 from kvjax.attention.layer import layer_caches
 from kvjax.registry import METHODS
+from kvjax.storage.offload.payload import HOST_MEMORY, memory_kinds
 from tests.compose.test_conformance import (
     CASES,
     LENGTHS,
@@ -112,6 +113,8 @@ def test_rows_in_the_middle_of_a_prompt_and_in_further_turns(name):
     cache = new_cache(transform)
     _, cache = prompt(transform, cache, tokens(), right([0] * 3, half, WIDTH), last=False)
     taken = take(copy(cache), jnp.array(index))
+    same_arrays(put(copy(cache), jnp.array([1]), kvjax.take_rows(cache, [0])),
+                kvjax.take_rows(cache, [0, 0, 2]))  # fmt: skip
     rest = right(half, lengths - half, WIDTH)
     _, cache = prompt(transform, cache, tokens(), rest)
     _, taken = prompt(transform, taken, tokens().rows(index), rest[index])
@@ -188,6 +191,23 @@ def test_what_a_flush_has_to_know_comes_with_the_last_prompt():
     done = kvjax.put_rows(done, [3], kvjax.take_rows(empty, [0]))  # frees the row
     np.testing.assert_array_equal(done.options.sinks, sinks)
     assert done.kv.length.tolist() == [0, LENGTHS[2], 0, 0]
+
+
+@pytest.mark.skipif(HOST_MEMORY not in memory_kinds(), reason="no host memory")
+def test_rows_in_host_memory():
+    """Taken, repeated and put by their numbers, they stay there."""
+    quest = kvjax.Quest(12, page=4, dense_layers=())
+    empty = kvjax.init_cache(kvjax.chain(quest, kvjax.Offload()), batch=3, **SMALL)
+    store = empty.kv.k.store
+    rows = np.arange(store.size, dtype=store.dtype).reshape(store.shape)
+    placed = jax.device_put(rows, store.sharding)
+    keys = dataclasses.replace(empty.kv.k, store=placed)
+    cache = dataclasses.replace(empty, kv=empty.kv.replace(k=keys))
+    taken = take(cache, jnp.array([2, 0, 0]))
+    done = put(copy(taken), jnp.array([1]), kvjax.take_rows(taken, [0]))
+    for result, index in ((taken, [2, 0, 0]), (done, [2, 2, 0])):
+        assert result.kv.k.store.sharding.memory_kind == HOST_MEMORY
+        np.testing.assert_array_equal(result.kv.k.store, rows[index])
 
 
 SMALL = {"kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "max_prompt": 8, "max_new": 2}

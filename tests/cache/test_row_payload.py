@@ -7,9 +7,13 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from kvjax.cache.payload import Dense, Slots
 from kvjax.kit import RowPayload, pytree_node
+from pallas_kernels import Mask, Queries, Seen
+from tests.references.attention import softmax_attention
+from tests.support.tolerances import close
 
 RNG = np.random.default_rng(0)
 B, H, S, D = 2, 2, 6, 8
@@ -75,4 +79,38 @@ def test_slots_are_read_written_and_moved():
     np.testing.assert_array_equal(moved.data, expected)
     assert (stored.shape, stored.dtype) == ((B, H, S, D), jnp.float32)
     assert not Shrinks.empty(stored).data.any() and Shrinks.empty(stored).shape == stored.shape
+    for slots in (S - 2, S + 3):
+        resized = stored.resized(slots, 0)
+        both = min(slots, S)
+        np.testing.assert_array_equal(resized.data[:, :, :both], stored.data[:, :, :both])
+        assert resized.shape == (B, H, slots, D) and not resized.data[:, :, both:].any()
     assert stored.free_bytes(6) == stored.data.nbytes * 18 // 24
+
+
+@pytest.mark.parametrize("selected", [False, True])
+def test_attention_is_over_what_is_stored(selected):
+    """Over all slots, or over lists of them, of which -1 is none; in float64 by the reference."""
+    keys, values = (Shrinks(jnp.asarray(rows())) for _ in range(2))
+    position = np.tile(np.arange(S, dtype=np.int32), (B, H, 1))
+    log_mass = RNG.normal(size=(B, H, S)).astype(np.float32)
+    index = np.tile(np.array([4, -1, 1], np.int32), (B, H, 1)) if selected else None
+    q = RNG.normal(size=(B, H, 2, 1, D)).astype(np.float32)
+    at = np.array([[S], [3]], np.int32)  # the second row does not see its last slots
+
+    @jax.jit
+    def attend(keys, values, q, log_mass):
+        return keys.attention(
+            values, Queries(q, at), Seen(log_mass, position, index=index), Mask(0.5),
+            probabilities=True, implementation="xla",
+        )  # fmt: skip
+
+    out, probability = attend(keys, values, q, log_mass)
+    taken = np.array([4, 1] if selected else range(S))
+    places = [0, 2] if selected else taken
+    for row, head in np.ndindex(B, H):
+        of_slots = keys.data, values.data, position, log_mass
+        k, v, where, mass = (np.asarray(x)[row, head][taken] for x in of_slots)
+        expected, weights = softmax_attention(q[row, head], k, v, at[row], where, mass, scale=0.5)
+        close(out[row, head], expected)
+        close(probability[row, head][..., places], weights)
+        assert not selected or not probability[row, head][..., 1].any()

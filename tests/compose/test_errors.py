@@ -51,6 +51,14 @@ class Merges(kvjax.KVTransform):
     on_flush = on_step = on_prompt
 
 
+@dataclasses.dataclass(frozen=True)
+class LearnsNothing(kvjax.kit.Learner):
+    """Says neither what it observes nor what it learns."""
+
+    heads: kvjax.kit.OutlierHeads | str | None = None
+    learns = ("heads", kvjax.kit.OutlierHeads)
+
+
 SNAP = SnapKV(budget=16, window=4)
 EVERY = Every(SNAP, steps=4)
 
@@ -76,6 +84,19 @@ CONSTRUCTION = {
     ),
     "groups, empty group": (
         lambda: HeadGroups((((0, 1), Full()), ((), SNAP))), ValueError, "()", "not empty",
+    ),
+    "groups without tuples of heads": (
+        lambda: HeadGroups(((0, Full()),)), TypeError, "(KV head, ...), transform", "(0, Full())",
+    ),
+    "kvcrush, a share in words": (
+        lambda: kvjax.KVCrush(SNAP, share="half"), TypeError, "share must be a number", "'half'",
+    ),
+    "kvcrush, a whole share": (
+        lambda: kvjax.KVCrush(SNAP, share=1.0), ValueError, "share", "(0, 1)", "1.0",
+    ),
+    "kvcrush, clusters of pages": (
+        lambda: kvjax.KVCrush(SNAP, representatives=64, kmeans=True, granularity="page"),
+        ValueError, "clusters tokens", "'page'",
     ),
     "groups in groups": (
         lambda: HeadGroups((((0,), HeadGroups((((0,), Full()),))),)), ValueError, "nested",
@@ -157,6 +178,24 @@ CONSTRUCTION = {
         lambda: kvjax.InfiniGen(64, alpha=1e39), ValueError, "alpha", "finite", "1e+39",
     ),
     "a window of everything": (lambda: SnapKV(0.5, window=10**6), ValueError, "window", "65536"),
+    "a learner without a plan": (
+        lambda: LearnsNothing().planned(None), NotImplementedError, "LearnsNothing", "will have",
+    ),
+    "a learner that observes nothing": (
+        lambda: LearnsNothing().observe(*[None] * 4), NotImplementedError, "LearnsNothing",
+        "what it observes",
+    ),
+    "a learner that learns nothing": (
+        lambda: LearnsNothing().learn(None, []), NotImplementedError, "LearnsNothing",
+        "what it learns",
+    ),
+    "a number of NumPy": (
+        lambda: StreamingLLM(8, reposition=np.int64(3)), TypeError, "reposition", "got 3",
+    ),
+    "nested too deeply": (
+        lambda: StreamingLLM(8, reposition=functools.reduce(lambda x, _: [x], range(10**5), [])),
+        TypeError, "reposition", "a list nested too deeply to print",
+    ),
     "a flag": (lambda: StreamingLLM(8, reposition=[]), TypeError, "reposition", "[]"),
 }  # fmt: skip
 
@@ -189,6 +228,10 @@ INIT = {
     "heads that don't divide": ({"query_heads": 3}, ValueError, "3", "2", "multiple"),
     "integer dtype": ({"dtype": jnp.int32}, TypeError, "int32", "floating"),
     "class": ({"transform": H2O}, TypeError, "H2O", "instance"),
+    "sums of values in float16": (
+        {"transform": kvjax.KVMerger(8, value_scale="paper"), "dtype": jnp.float16},
+        ValueError, "float16", "65,504", "value_scale='log_mass'",
+    ),
     "unbound pyramid": ({"transform": PyramidKV(64)}, ValueError, "PyramidKV", "bind"),
     "unsplit groups in a chain": (
         {"transform": chain(HeadGroups((((0, 1), SNAP),)), H2O(8))},
@@ -250,6 +293,19 @@ ATTEND = {
     "other query heads than the cache": (
         {"q": lambda q: q[:, :2]}, ValueError, "4 query heads", "(2, 2, 3, 8)",
     ),
+    "whole numbers": (
+        {"q": lambda q: q.astype(jnp.int32)}, TypeError, "q must be floating, got int32",
+    ),
+    "values of other tokens": (
+        {"v": lambda v: v[:, :, :2]}, ValueError, "B, T and D of q", "v (2, 2, 2, 8)",
+    ),
+    "a predicted query of KV heads": (
+        {"predicted_query": np.zeros((2, 2, 3, 8), np.float32)}, ValueError,
+        "the shape of q, (2, 4, 3, 8)", "got (2, 2, 3, 8)",
+    ),
+    "positions between tokens": (
+        {"positions": lambda p: p.astype(jnp.float32)}, TypeError, "integers, got float32",
+    ),
     "no tokens": (
         {name: lambda x: x[:, :, :0] for name in "qkv"} | {"positions": lambda p: p[:, :0]},
         ValueError, "T = 0", "at least one",
@@ -268,6 +324,15 @@ ATTEND = {
     "a frequency alone": ({"rope": kvjax.Rope(1.0)}, TypeError, "inv_freq", "array", "float"),
     "sinks of KV heads": (
         {"sinks": np.zeros(2, np.float32)}, ValueError, "sinks must be [Q] = (4,)", "got (2,)",
+    ),
+    "sinks in whole numbers": (
+        {"sinks": np.zeros(4, np.int32)}, TypeError, "sinks must be floating, got int32",
+    ),
+    "rope by row and head": (
+        {"rope": kvjax.Rope(np.ones((2, 2, 4), np.float32))}, ValueError, "[B, R]", "(2, 2, 4)",
+    ),
+    "a probe of ranks": (
+        {"transform": late(), "phase": "probe"}, ValueError, "by rank", "no tokens can look",
     ),
     "rope of more channels": (
         {"rope": kvjax.Rope(np.ones(5, np.float32))}, ValueError, "10", "8",
@@ -326,6 +391,16 @@ def test_every_option_refuses_wrong_literals_in_one_line(name):
 def test_attend(name):
     changes, error, *said = ATTEND[name]
     check(lambda: shapes_of_attend(**changes), error, *said)
+
+
+def test_a_prompt_does_not_go_on_behind_what_looks_at_it():
+    def calls(q, k, v, positions):
+        cache = new_cache(kvjax.KVzip(0.5), 2)
+        for at, phase in enumerate(("prompt", "probe", "prompt")):
+            options = {"phase": phase, "last": False}
+            _, cache = kvjax.attend(cache, q, k, v, positions + 3 * at, **options)
+
+    check(lambda: jax.eval_shape(calls, *arguments()), ValueError, "go on after phase='probe'")
 
 
 def test_the_right_call_passes():

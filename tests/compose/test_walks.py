@@ -104,6 +104,13 @@ def whole() -> InfiniGenCalibration:
     return measured(InfiniGen(), model(), RAGGED[:1])
 
 
+def test_a_calibration_for_all_heads_is_not_cut():
+    assert whole().of_heads(None) is whole()
+    assert whole_of(1).of_heads((0,)) == whole_of(1), "it is cut already"
+    with pytest.raises(ValueError, match="must be for all heads of the model, got one for some"):
+        whole().of_heads((whole().shape[1],))
+
+
 def whole_of(head: int) -> InfiniGenCalibration:
     return whole().of_heads((head,))
 

@@ -134,6 +134,8 @@ def test_what_a_context_says():
     context = read("snapkv")
     assert context.rows == 3 and context.max_prompt == 128 and context.max_new == 64
     assert context.awake_nbytes == nbytes(context.caches)
+    said = f"transform={context.transform!r}, rows=3, max_prompt=128, max_new=64, layers=2"
+    assert repr(context) == f"Context({said})", "not the numbers that it holds"
     assert context.length.tolist() == context.prompt_tokens.tolist() == [53, 9, 41]
     with pytest.raises(ValueError, match="one row"):
         context.repeat(2)
@@ -175,6 +177,15 @@ def test_rows_of_a_context():
 def test_what_does_not_fit(prompts, options, message):
     with pytest.raises(ValueError, match=message):
         generate(prompts, read("full"), **options)
+
+
+def test_nothing_to_go_on_from():
+    with pytest.raises(ValueError, match="needs prompts, or a context to go on from"):
+        kvjax.generate(model(), None)
+    with pytest.raises(
+        TypeError, match=r"prompts are token ids, got the text 'Who asks\?' in row 1"
+    ):
+        kvjax.generate(model(), [[1], "Who asks?"])
 
 
 @pytest.mark.parametrize(

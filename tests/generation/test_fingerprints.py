@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import importlib.machinery
 import json
 import os
 import subprocess
 import sys
 import textwrap
+import types
 import weakref
 from pathlib import Path
 
@@ -154,6 +156,23 @@ def test_arrays_can_be_donated_afterwards():
     assert x.is_deleted() and fingerprints._checksums([moved]) == before
 
 
+@pytest.mark.parametrize("placed", ["a device", "a mesh"])
+def test_numbers_are_taken_on_their_devices(placed):
+    """Bit for bit: the sign of zero and the bits of NaN tell arrays apart, too."""
+    of_floats = np.array([[0.5, -0.0, 3.0], [np.nan, 1.5, -2.0]])
+    of_floats[1, 0] = np.copysign(np.nan, -1)
+    index, where = (np.array([0, 1, 1]), np.array([1, 0, 2])), None
+    if placed == "a mesh":
+        mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Explicit,))
+        where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    for dtype, bits in (("float32", "uint32"), ("bfloat16", "uint16"), ("int8", "int8")):
+        floats = of_floats if dtype != "int8" else np.array([[1, 2, -3], [4, -5, 6]])
+        x = np.asarray(floats, jnp.dtype(dtype))
+        found = fingerprints._sample_on_devices(jax.device_put(x, where), index)
+        assert found.dtype == bits
+        np.testing.assert_array_equal(found, x.view(bits)[index])
+
+
 class Noisy(nnx.Module):
     num_layers, query_heads, kv_heads, head_dim, vocab_size = 1, 4, 2, 8, 64
 
@@ -260,6 +279,31 @@ def test_values_of_all_kinds():
     assert found["dtypes"] == ["float32", "float32", "bfloat16", "float32"]
     assert found["set"] == ["a", "b"] and not {"none", "device"} & found.keys()
     assert found["functions"] == ["jax.tanh", "numpy.tanh", "builtins.max", "jax.silu"]
+
+
+def test_what_holds_itself_is_described():
+    """In JSON, which has no cycles."""
+    one: list = [1]
+    one.append({"within": one})
+    assert describe(one) == [1, {"within": "what it is a part of"}]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "name"),
+    [
+        ({"__spec__": importlib.machinery.ModuleSpec("tools.read", None)}, "tools.read"),
+        ({"__file__": "/somewhere/read.py"}, "read"),
+        ({}, "__main__"),
+    ],
+    ids=["python -m", "a script", "typed in"],
+)
+def test_functions_of_a_script_have_the_name_that_others_import(attributes, name, monkeypatch):
+    """Another program that imports them from it describes them alike."""
+    script = types.ModuleType("__main__")
+    vars(script).update(attributes)
+    exec("def scale(x): return 2 * x", vars(script))
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    assert describe(script.scale) == f"{name}.scale"
 
 
 def test_other_versions_of_flax_have_other_attributes():

@@ -14,11 +14,14 @@ from hypothesis import strategies as st
 import kvjax
 import kvjax.evaluation
 from kvjax.generation import groups, prompt_pass
+from kvjax.generation.compiler import Compiler
 from kvjax.generation.groups import row_groups
 from kvjax.generation.model import as_functional
+from kvjax.generation.turns import further_turn
 from tests.generation.test_context import STORED
 from tests.generation.test_generate import RNG, VOCAB, generate, method, model
 from tests.support.marks import some_slow
+from tests.support.tolerances import close
 
 BUCKETS = (4, 8, 16, 64)
 PROMPTS = [RNG.integers(VOCAB, size=size).tolist() for size in (5, 60, 3, 13, 41, 7)]
@@ -131,6 +134,26 @@ def test_results_are_those_of_one_padded_batch(name, together):
     pairs = zip(conversation(transform), together(conversation, transform), strict=True)
     for one, other in pairs:
         same_answers(one, other)
+
+
+@pytest.mark.parametrize("shows_parts", [True, False])
+def test_a_turn_of_a_long_row_and_a_short_one(shows_parts, together):
+    """Each is read into its row of the caches that there are; a third row takes no part."""
+    functional = as_functional(model())
+    if not shows_parts:
+        functional = dataclasses.replace(functional, parts=None)
+    assert row_groups([8, 64, 0]) == [[1], [0]]
+    read = kvjax.read(model(), PROMPTS[:3], max_prompt=128, max_new=4, buckets=[64])
+
+    def turn() -> kvjax.Context:
+        asked = [[1, 2], list(range(40)), None]
+        return further_turn(functional, read.copy().awake(), asked, [8, 64], Compiler())
+
+    one, other = turn(), together(turn)
+    assert one.length.tolist() == [5 + 2, 60 + 40, 3]
+    close(one.logits[:2], other.logits[:2])
+    for x, y in zip(jax.tree.leaves(one.caches), jax.tree.leaves(other.caches), strict=True):
+        close(x, y)
 
 
 @pytest.mark.slow

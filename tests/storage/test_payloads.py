@@ -268,14 +268,15 @@ def test_new_rows_move(name):
     near(name, flushed[live], expected[live])
 
 
+# Rows that are encoded in groups have recent ones beside them.
 @pytest.mark.parametrize(
-    ("name", "turned"),
+    ("name", "turned", "kernel"),
     [
-        ("dense", True), ("offloaded", False),
-        *slow(*((name, True) for name in [*PAYLOADS][2:]), ("8 bits", False)),
+        ("dense", True, False), ("offloaded", False, False), ("4 bits, channel", True, False),
+        *slow(*((name, True, True) for name in [*PAYLOADS][2:]), ("8 bits", False, True)),
     ],
 )  # fmt: skip
-def test_attention(name, turned):
+def test_attention(name, turned, kernel):
     """As over the rows that are read, in float64: by products, and by the kernel."""
     keys, values = (fill_up(stored(name, seed), (2, 1), seed + 1)[0] for seed in (0, 2))
     rng = np.random.default_rng(8)
@@ -288,7 +289,7 @@ def test_attention(name, turned):
         log_mass.astype(np.float32), np.where(live, position, -1), live.sum(-1),
         turn=the_rope().at(position) if turned else None,
     )  # fmt: skip
-    kinds = ("xla", "interpret") if isinstance(keys, EncodedPayload) else ("xla",)
+    kinds = ("xla", "interpret") if kernel and isinstance(keys, EncodedPayload) else ("xla",)
     whole = [np.asarray(host(read(x)), np.float64) for x in (keys, values)]
     for kind in kinds:
         out, p = map(host, attend(keys, values, q, seen, positions, kind))

@@ -61,6 +61,10 @@ def test_bytes_are_what_the_budget_says(budget):
     assert 0 <= kvjax.nbytes(caches) - slots * one_slot < 100 * (16 + 4)  # and a sink of each head
 
 
+def test_what_is_of_a_larger_model_is_not_bound():
+    assert not is_bound(kvjax.Chelsea(500, outlier_heads=OUTLIERS))
+
+
 def test_kept_layers_count_among_the_outliers():
     transform = kvjax.Chelsea(500, outlier_heads=OUTLIERS, keep_layers=(2,))
     assert kept_heads(kvjax.bind(transform, 4)) == [[], [], [0, 1, 2, 3], []]
@@ -141,6 +145,19 @@ BAD = {
         lambda: kvjax.kit.OutlierHeads(((4, 0),), 4, 4), ValueError, "(4, 0)", "4 layers",
     ),
     "no pair": (lambda: kvjax.kit.OutlierHeads(((0,),), 1, 2), TypeError, "(0,)", "pairs"),
+    "a head twice": (
+        lambda: kvjax.kit.OutlierHeads(((0, 1), (0, 1)), 2, 2), ValueError, "each head once",
+    ),
+    "all heads": (
+        lambda: kvjax.kit.OutlierHeads(((0, 0), (0, 1)), 1, 2), ValueError, "leave some", "all 2",
+    ),
+    "a layer twice": (
+        lambda: bind(keep_layers=(2, 2)), ValueError, "keep_layers", "each once", "(2, 2)",
+    ),
+    "no number": (lambda: OUTLIERS.remaining("half"), TypeError, "a number", "'half'"),
+    "a share that is used up": (
+        lambda: bind(0.25), ValueError, "4 of 16 heads keep everything", "more than 0.25",
+    ),
     "another model": (lambda: bind(layers=5), ValueError, "4 layers", "5 layers"),
     "other heads": (
         lambda: caches_of(bind(0.9, 1, kvjax.kit.OutlierHeads(((0, 0),), 1, 2)), 4),

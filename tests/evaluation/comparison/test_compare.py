@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import compiled_code
-from kvjax.evaluation import Grid, compare, memory
+from kvjax.evaluation import Fidelity, Grid, compare, memory
 from kvjax.evaluation.cells.grid import Unit
 from kvjax.evaluation.comparison import compare as compare_module
 from kvjax.evaluation.comparison.compare import _Measure
@@ -164,6 +164,49 @@ def test_windows_of_the_text(folder):
     assert len(set(texts)) > 1
     fewer, _ = material_of(folder, lengths=[200, 2000], cases=3).windows(200)
     np.testing.assert_array_equal(fewer, rows[:3])
+
+
+def test_attention_is_measured_on_the_text_where_no_task_asks(folder):
+    material = material_of(folder, tasks=["perplexity", "attention"], cases=3)
+    rows, prompt = material.windows(192)
+    prompts, new = material.attention_prompts(192)
+    assert new == 1 and np.array_equal(prompts, rows[: len(prompts), :prompt])
+    assert 0 < len(prompts) <= 3
+
+
+def test_prompts_of_ruler_hold_their_answers(folder):
+    tokenizer = load_tokenizer(folder)
+    first, second = material_of(folder, tasks=["niah_single_1"], lengths=[1500]).task(
+        "niah_single_1", 1500
+    ).cases  # fmt: skip
+    for case in (first, second):
+        (answer,) = case.answers
+        assert answer in tokenizer.decode(case.context) and len(case.prompt) <= 1500
+    assert first.answers != second.answers
+
+
+def test_a_model_without_some_tokens_of_the_text(folder):
+    """They stand behind the prompts that are looked at first."""
+    tokenizer, config = load_tokenizer(folder), read_config(folder)
+    rare = max(tokenizer("à").input_ids)
+    grid = Grid.of(tasks=["attention"], lengths=[192], methods=["full"])
+    material = Material(grid, tokenizer, TEXT + "à")
+    material.check(config)
+    with pytest.raises(ValueError, match=f"the model has {rare} tokens, got {rare} in the text"):
+        material.check(dataclasses.replace(config, vocab_size=rare))
+
+
+@pytest.mark.parametrize("error", [0.25, np.inf])
+def test_means_per_layer(error):
+    """Over rows and heads; what is not finite is no measurement."""
+    recall = np.array([[[1.0, 0.5]], [[0.0, 0.5]]])
+    found = Fidelity(recall, np.array([[0.5], [error]]), np.zeros((2, 1, 2)))
+    if error == 0.25:
+        expected = {"recall": [0.75, 0.25], "error": [0.5, 0.25], "cases": 1}
+        assert compare_module._per_layer(found) == expected
+        return
+    with pytest.raises(ValueError, match=r"attention error .*inf"):
+        compare_module._per_layer(found)
 
 
 def test_a_measurement_that_fails_leaves_the_others(folder, monkeypatch):

@@ -11,10 +11,12 @@ import pytest
 import kvjax
 from kvjax.evaluation import Cell, Estimate, Grid, Results, answer_nll, compare
 from kvjax.evaluation.cells.files import as_csv
+from kvjax.evaluation.cells.grid import Unit
 from kvjax.evaluation.comparison import compare as compare_module
 from kvjax.evaluation.comparison.material import Material
 from kvjax.evaluation.report import plots, tables
 from kvjax.evaluation.tasks import NATS
+from kvjax.generation.model import as_functional
 from kvjax.models import from_pretrained, load_tokenizer, random_decoder, read_config
 from tests.support.small_comparisons import TEXT
 from tests.support.squad_files import article, write
@@ -28,6 +30,26 @@ METHODS = {"methods": ["snapkv", "h2o"], "budgets": [0.2, 1.0]}
 def data(tmp_path) -> Path:
     """Two passages with two questions each, for a tokenizer with a token per byte."""
     return write(tmp_path / "squad.json", article("Ham", 4), article("Kew", 4))
+
+
+def test_two_questions_about_one_passage(folder, data):
+    """Losses are those of reading document and question at once, with the document or without."""
+    model, tokenizer = random_decoder(read_config(folder)), load_tokenizer(folder)
+    grid = Grid.of(**{**GRID, "cases": 2}, methods=["full"], questions=["after"])
+    material = Material(grid, tokenizer, TEXT, data)
+    measure = compare_module._Measure(material, as_functional(model), ())
+    unit = Unit("squad", 280, "after", 0, 2)
+    ((_, found),) = measure.unit(unit, measure.candidates)
+    cases = material.task("squad", 280).cases
+    assert cases[0].context == cases[1].context and cases[0].question != cases[1].question
+    answers = [case.details["answer_tokens"] for case in cases]
+    prompts = [case.prompt for case in cases]
+    prompts += [case.context[:4] + case.question for case in cases]
+    expected = answer_nll(model, kvjax.read(model, prompts, max_new=64), 2 * answers)
+    close(np.array([*found["scores"], *found["nothing"]]), expected)
+    assert found["passages"] == [0, 0]
+    assert found["prompt_tokens"] == [len(case.prompt) for case in cases]
+    assert len({*expected.tolist()}) == 4, "equal losses show nothing"
 
 
 @pytest.mark.slow

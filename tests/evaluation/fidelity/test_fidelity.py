@@ -146,6 +146,7 @@ def test_recall_by_hand(name):
     [
         ({"budget": 5}, ValueError, "at most the 4 tokens of a row, got 5"),
         ({"budget": jnp.ones((1, 3), int)}, ValueError, r"\[B, H\] = \(1, 2\), got \(1, 3\)"),
+        ({"budget": jnp.ones((1, 2))}, TypeError, "budget must hold integers, got float32"),
         ({"kept": jnp.zeros((1, 2, 3))}, TypeError, "as integers, got float32"),
         ({"kept": jnp.zeros((1, 3, 3), int)}, ValueError, "multiple of KV heads, got 4 and 3"),
         ({"kept": jnp.zeros((2, 2, 3), int)}, ValueError, "with the same B"),
@@ -275,13 +276,14 @@ QUESTIONS = [[5, 2, 9, 1, 30], [7, 3, 3], [11]]
 
 
 TURNS = {
+    "by rank": ("streaming_llm by rank",),
     "two": ("streaming_llm by rank", "snapkv"),
     "unrotated": tuple(METHODS),
     "rotated": [name for name in METHODS if "by rank" not in name],
 }
 
 
-@pytest.mark.parametrize("which", some_slow(TURNS, exhaustive={"unrotated", "rotated"}))
+@pytest.mark.parametrize("which", some_slow(TURNS, "by rank", exhaustive={"unrotated", "rotated"}))
 def test_a_question_after_what_was_compressed(which):
     """Many methods at once: on unrotated keys where one of them wants those, or on rotated ones."""
     transforms = [METHODS[name][0] for name in TURNS[which]]
@@ -384,6 +386,7 @@ def test_code_is_compiled_once_for_a_shape_and_the_prompt_is_read_once():
         ({"prompts": [[1] * 64]}, ValueError, "64 positions"),
         ({"budget": 4}, ValueError, "at most the 3 tokens of the longest row, got 4"),
         ({"transforms": [kvjax.SnapKV]}, TypeError, "give an instance, not the class"),
+        ({"questions": [[1], [2]]}, ValueError, "for each of the 1 prompts, got 2"),
         ({"questions": [[1] * 62]}, ValueError, "64 positions, got a prompt of 64 tokens"),
     ],
 )

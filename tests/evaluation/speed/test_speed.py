@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.evaluation import measure_speed
+from kvjax.evaluation import measure_speed, memory
 from kvjax.evaluation.memory import free_memory, with_peak
 from kvjax.evaluation.speed.floors import cache_room, prompt_flops
 from kvjax.evaluation.speed.machine import Machine, environment, measure_machine
@@ -181,6 +181,21 @@ def test_the_machine():
     machine = measure_machine("float32")
     assert 1e8 < machine.bandwidth < 1e14 and 1e8 < machine.products < 1e16
     assert environment()["device"] == jax.devices()[0].device_kind
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the process's memory is the host's")
+def test_figures_that_a_system_does_not_tell(monkeypatch, tmp_path):
+    """Neither of a missing table nor of a missing line; containers may forbid to reset a peak."""
+    table = tmp_path / "status"
+    table.write_text("Name:\tpython\nVmRSS:\t      12 kB\n")
+    monkeypatch.setattr(memory, "_STATUS", table)
+    monkeypatch.setattr(memory, "_MEMORY", tmp_path / "nowhere")
+    assert memory.resident("VmRSS") == 12 * 1024 and free_memory() is None
+    with pytest.raises(ValueError, match="status has no VmHWM"):
+        memory.resident("VmHWM")
+    for cannot_be_written in (tmp_path / "nowhere", tmp_path):
+        monkeypatch.setattr(memory, "_FORGET", cannot_be_written)
+        assert with_peak(lambda: 7) == (7, None)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the process's memory is the host's")
