@@ -313,14 +313,9 @@ def _seed(args: argparse.Namespace, before: Conversation | None) -> int:
     return 0 if before is None else before.seed
 
 
-def _room(args: argparse.Namespace, positions: int | None) -> Room:
-    """Returns the room of a new conversation."""
-    if args.max_prompt is None:
-        most = _MOST_PROMPT if positions is None else min(_MOST_PROMPT, positions // 2)
-    else:
-        most = args.max_prompt
-    if positions is None:
-        return Room(most, most, None)
+def _room(args: argparse.Namespace, positions: int) -> Room:
+    """Returns the room of a new conversation; `positions` are the model's."""
+    most = min(_MOST_PROMPT, positions // 2) if args.max_prompt is None else args.max_prompt
     if most >= positions:
         raise ValueError(
             f"--max-prompt must be below the model's {positions} positions, got {most}"

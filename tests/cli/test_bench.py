@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import jax
 import pytest
+from flax import nnx
 from rich.filesize import decimal
 
 from kvjax.cli import bench_command
 from kvjax.cli.bench_table import print_report
+from kvjax.evaluation.speed import speed
+from kvjax.evaluation.speed.machine import Machine
 from kvjax.evaluation.speed.speed import Speed
 from tests.cli.commands import console, error, output
 
@@ -34,6 +38,17 @@ def test_json_of_a_shape(capsys, tinystories):
     assert (snapkv["method"], snapkv["budget"]) == ("snapkv", 64)
     assert full["tpot_over_full"] == full["ttft_over_full"] == 1
     assert full["resident_bytes"] == record["weight_bytes"] + full["cache_bytes"]
+
+
+def test_the_tables_of_a_model(capsys, monkeypatch, model, tinystories):
+    """On a machine whose rates are known, as they take long to measure."""
+    monkeypatch.setattr(speed, "measure_machine", lambda dtype: Machine(5e10, 4e11))
+    words = ["bench", "--model", tinystories, "--method", "full", "--rounds", "1"]
+    said = " ".join(output(capsys, *words, "--tokens", "64", "--new", "2").split())
+    weights = sum(array.nbytes for array in jax.tree.leaves(nnx.state(model)))
+    assert said.startswith(f"tinystories-656k, 2 layers, weights of {decimal(weights)} in float32")
+    assert "batch 1, 64 tokens a row, 2 new ones." in said
+    assert "reads 50.0 GB per second and makes 400 Gflop/s" in said
 
 
 @pytest.mark.parametrize(

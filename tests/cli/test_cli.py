@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import kvjax
 from kvjax import models
 from kvjax.cli import arguments, methods_command
+from kvjax.cli.bundled_question import _print_answers
 from kvjax.cli.main import main
 from kvjax.cli.options import candidate
 from kvjax.generation.continuation import Continuation
@@ -179,6 +180,24 @@ def test_the_question_of_the_bundled_model(capsys, monkeypatch, answer):
         assert answered[:2] == [name, "right" if result["correct"] else "wrong"]
 
 
+def test_bytes_in_host_memory_are_told(capsys):
+    record = {
+        "prompt_tokens": 1234, "text": " 12", "correct": True, "budget": None, "ttft_s": 1.0,
+        "tpot_s": None, "cache_bytes": 5 * 10**6, "full_cache_bytes": 5 * 10**6,
+    }  # fmt: skip
+    records = {
+        "full": {**record, "memory_bytes": {"device": 5 * 10**6}},
+        "offload": {**record, "memory_bytes": {"device": 10**6, "pinned_host": 4 * 10**6}},
+    }
+    _print_answers(demo.Document("", "Which?", "12"), 16, records)
+    shown = capsys.readouterr().out
+    assert "read a document and a question, 1,234 tokens" in shown
+    assert "4.0 MB of offload are in host memory." in shown and "of full are in" not in shown
+    right, costs = rows(shown, "offload")
+    assert right == "offload right 12".split()
+    assert costs == "offload - 5.0 MB 100.0% 1.00 s -".split()
+
+
 # Lists and help
 
 
@@ -189,6 +208,7 @@ def test_methods_as_json(capsys):
         kind: set(names) for kind, names in known.items()
     }
     snapkv = listed["methods"]["snapkv"]
+    assert snapkv.items() <= json.loads(output(capsys, "methods", "snapkv", "--json")).items()
     assert snapkv["paper"] == kvjax.SnapKV.card.paper and snapkv["summary"].startswith(
         "Keeps the prompt"
     )
@@ -261,6 +281,10 @@ DIAGNOSE = ["diagnose", "--prompt-file", "text.txt"]
         ([*READ, "--max-questions", "0"], "--max-questions"),
         ([*READ, "--max-new", "99999"], "8448 positions"),
         ([*READ, "--chat"], "--chat needs a chat template"),
+        (
+            [*READ, "--method", "kvzip(room=24)", "--max-questions", "25"],
+            "--max-questions must be at most 24, which KVzip(",
+        ),
         (["ask", "nothing", "why"], "nothing is not the folder of a context"),
         (ASK, "is not the folder of a context"),
         ([*ASK, "--max-new", "0"], "--max-new must be at least 1"),
@@ -280,6 +304,8 @@ DIAGNOSE = ["diagnose", "--prompt-file", "text.txt"]
         ([*SHAPE, "--layers", "2", "--method", "quest"], "quest leaves all 2 layers as they are"),
         ([*DIAGNOSE, "--error", "0"], "--error must be finite and above 0, got 0.0"),
         ([*DIAGNOSE, "--method", "nothing"], "nothing"),
+        ([*DIAGNOSE, "--method", "x for x in y"], "methods between commas, got 'x for x in y'"),
+        ([*DIAGNOSE, "--method", "h2o,all"], "all must stand alone, got 'h2o,all'"),
         ([*DIAGNOSE, "--budget", "2.5"], "a float budget must lie in (0, 1], got 2.5"),
         ([*DIAGNOSE, "--ask", "  "], "the question is empty"),
         ([*DIAGNOSE, "--out", "text.txt/pictures"], "is not a directory"),

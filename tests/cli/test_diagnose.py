@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax.cli.main import main
 from kvjax.cli.templates import Dialogue
-from kvjax.evaluation import diagnose, overflow_share
+from kvjax.evaluation import Diagnosis, Fidelity, Finding, Grid, diagnose, overflow_share
 from kvjax.models import from_pretrained, load_tokenizer
 from tests.cli.commands import error, output
 
@@ -60,6 +60,37 @@ def test_the_table_recommends(capsys, tinystories, file):
     found = " ".join(output(capsys, *args, "--error", "1e-9").split())
     assert "No cache smaller than the full one has an error of no more than 1e-09." in found
     assert "The least error is " in found
+
+
+def test_what_is_said_and_drawn(capsys, monkeypatch, tinystories, file, tmp_path):
+    """Of a diagnosis of which all is known: two layers of two heads."""
+
+    def finding(candidate, error, cache_bytes, overflow):
+        fidelity = Fidelity(*(np.full(shape, error) for shape in ((2, 1, 2), (2, 1), (2, 1, 2))))
+        return Finding(candidate, fidelity, cache_bytes, 1000, overflow)
+
+    candidates = Grid.of(methods=["h2o", "codebook"], budgets=[0.1]).candidates
+    numbers = (0.0, 0.25, 0.0625), (1000, 100, 500), (0.0, 0.0, 0.125)
+    known = Diagnosis(
+        tuple(map(finding, candidates, *numbers)), "after", prompt_tokens=1234, question_tokens=5,
+        new_tokens=2, left_out={"kvzip": "it takes too long"},
+    )  # fmt: skip
+    monkeypatch.setattr("kvjax.cli.diagnose_command.diagnose", lambda *_, **__: known)
+    out = tmp_path / "new" / "pictures"
+    args = "diagnose", "--prompt-file", file, "--model", tinystories, "--ask", "Who?", "--out", out
+    assert main([*map(str, args)]) == 0
+    said, err = capsys.readouterr()
+    said = " ".join(said.split())
+    assert err == "kvzip was left out: it takes too long\n"
+    assert "1,234 tokens; a question of 5 tokens is asked when they are compressed (after)" in said
+    assert "codebook: up to 12.5% of the vectors found no entry near enough" in said
+    best = (
+        "The smallest cache with an error of no more than 0.1: codebook, 50.0% of the full cache "
+        "with an error of 0.062."
+    )
+    assert f"{best} Files: {out}/" in said, "an error below the default needs no warning"
+    drawn = {path.name for path in out.iterdir()}
+    assert {*said.partition(f"{out}/")[2].split(", ")} == drawn and len(drawn) == 3
 
 
 @pytest.mark.slow

@@ -151,8 +151,18 @@ def test_what_is_there_stays(capsys, read, calls, files, tmp_path, tinystories):
     assert Saved.of(folder / "Mia").reading.max_new == 9
 
     args = ["read", *files, "--out", folder, "--model", tinystories, *SIZES, "--max-new", "9"]
-    said = output(capsys, *args, "--method", "snapkv", "--budget", "24")
-    assert said.startswith("3 of 3 documents were there already, and stay as they are\n")
+    args = [*map(str, args), "--method", "snapkv", "--budget", "24"]
+    assert output(capsys, *args).startswith("3 of 3 documents were there already, and stay as ")
+    files[1].write_text(TEXTS["Mia"])
+    assert main(args) == 0
+    out, err = capsys.readouterr()
+    (tokens,) = [x["prompt_tokens"] for x in kinds[0]["documents"] if x["out"].endswith("Mia")]
+    assert out.startswith(f"{folder / 'Mia'}: {tokens} tokens with snapkv in ")
+    assert "\n2 of 3 documents were there already, and stay as they are\n" in out
+    assert err == (
+        "snapkv keeps what the document's end looks at, and knows no question: --method quantize "
+        "keeps every token\n"
+    )
 
 
 @pytest.mark.parametrize("piece", [(), ("--piece", "64")], ids=["whole", "pieces"])

@@ -9,7 +9,10 @@ import pytest
 
 import kvjax
 from kvjax.cli.main import main
-from kvjax.models import demo, from_pretrained
+from kvjax.cli.opened import calibrated
+from kvjax.cli.terminal import Display
+from kvjax.generation.calibration import sample_of
+from kvjax.models import demo, from_pretrained, load_tokenizer
 from tests.cli.commands import error, output
 from tests.support.marks import some_slow
 
@@ -21,6 +24,51 @@ def text(tmp_path):
     file = tmp_path / "text.txt"
     file.write_text(TEXT)
     return file
+
+
+def test_the_file_has_what_is_printed(capsys, text, model, tinystories, tmp_path):
+    out = tmp_path / "a new folder" / "heads.safetensors"
+    arguments = "profile", "--model", tinystories, "--text", text, "--method", "snapkv"
+    record = json.loads(output(capsys, *arguments, "--out", out, "--json"))
+    sample = sample_of(load_tokenizer(tinystories)(TEXT, add_special_tokens=False).input_ids, 512)
+    profile = kvjax.calibrated(kvjax.ByHead(kvjax.SnapKV(0.5)), model, sample).profile
+    assert kvjax.load_calibration(out, model) == profile
+    assert (record["model"], record["method"]) == (tinystories.name, "snapkv")
+    assert (record["layers"], record["kv_heads"]) == profile.table.shape[:2]
+    assert (record["pieces"], record["tokens"]) == (len(sample), len(sample[0]))
+    assert record["bytes"] == out.stat().st_size and record["seconds"] > 0
+    for budget in (0.05, 0.1, 0.2):
+        each = kvjax.budgets.profile.shares(profile.table, budget)
+        assert record["largest_share"][str(budget)] == each.max()
+        assert record["median_share"][str(budget)] == np.median(each)
+    said = output(capsys, *arguments, "--out", tmp_path / "again").splitlines()
+    assert said[0].startswith(f"{tmp_path / 'again'}: {profile.table.shape[0]} layers of ")
+    assert said[3] == (
+        f"at 0.2: the head that needs most keeps {each.max():.1%} of its tokens, the median head "
+        f"{np.median(each):.1%}"
+    )
+
+
+def test_what_commands_learn_from_a_model(capsys, model, tinystories, tmp_path, monkeypatch):
+    """What depends on the model alone is made once and told; the rest comes of the prompt."""
+    tokenizer, prompt = load_tokenizer(tinystories), list(range(5, 70))
+    by_head, infinigen = kvjax.ByHead(kvjax.SnapKV(0.5)), kvjax.InfiniGen(16)
+
+    def learned(transform, prompt=None):
+        return calibrated(transform, model, tokenizer, 512, Display(wanted=False), prompt)
+
+    assert learned(infinigen) == infinigen and learned(kvjax.Full()) == kvjax.Full()
+    assert learned(infinigen, prompt) == kvjax.calibrated(infinigen, model, [prompt]) != infinigen
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "cache"))
+    first = learned(by_head)
+    said = capsys.readouterr().err
+    assert said.startswith("calibrated by_head(snapkv) from 3 pieces of the bundled model's text")
+    assert said.endswith(f"kept for the next time in {tmp_path / 'cache' / 'calibrations'}\n")
+    assert learned(by_head) == first and capsys.readouterr().err == ""
+    held_out = tokenizer(demo.held_out_text(), add_special_tokens=False).input_ids
+    monkeypatch.setenv("KVJAX_CACHE", "off")
+    assert kvjax.calibrated(by_head, model, sample_of(held_out, 512)) == first
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import shutil
 
@@ -11,7 +12,9 @@ from rich.filesize import decimal
 
 import kvjax
 from kvjax.cli.main import main
-from kvjax.cli.saved import Saved
+from kvjax.cli.read_command import _print_document
+from kvjax.cli.saved import Room, Saved, absolute_model
+from kvjax.cli.sizes import Whole
 from kvjax.cli.templates import Dialogue
 from kvjax.generation.context_files import context_about
 from kvjax.generation.continuation import TextDecoder, new_text
@@ -99,6 +102,23 @@ def test_what_is_kept_is_told(capsys, document, tinystories, tmp_path):
     assert second.startswith("16 slots per head; ")
     assert second.endswith(" while it answers, with room for questions and answers")
     assert third.endswith(f"or kvjax chat {tmp_path / 'out'}, goes on from it")
+
+
+def test_what_is_told_of_a_full_codebook(capsys):
+    row = {
+        "prompt_tokens": 1234, "cache_bytes": 5 * 10**5, "full_cache_bytes": 10**6,
+        "overflow": 0.125,
+    }  # fmt: skip
+    _print_document("book", row, "codebook")
+    out, err = capsys.readouterr()
+    assert out == (
+        "book: 1,234 tokens with codebook in 500.0 kB at rest, 50.0% of the full cache in float32\n"
+    )
+    assert err.startswith(
+        "up to 12.5% of the vectors found no entry near enough in a full codebook"
+    )
+    _print_document("book", {**row, "overflow": 0.0}, "codebook")
+    assert capsys.readouterr() == (out, "")
 
 
 def test_bytes_choose_a_method(capsys, document, tinystories, tmp_path):
@@ -198,10 +218,51 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_read(
     assert said in error(capsys, "read", document, "--out", document.parent / "own")
 
 
-def test_contexts_of_other_programs(capsys, monkeypatch, no_weights):
-    monkeypatch.setattr("kvjax.cli.saved.context_about", lambda _: {"model": None})
-    said = error(capsys, "ask", "somewhere", "why")
-    assert "somewhere was not written by kvjax read or kvjax chat: it lacks budget, doc" in said
+def test_contexts_of_other_programs(capsys, monkeypatch, no_weights, tmp_path):
+    whole = {"model": None, "document": None, "method": "full", "budget": None, "raw": True}
+    turns = {"system": None, "ended_by": [], "max_new": 8, "seed": 0}
+
+    def said(about: dict) -> str:
+        monkeypatch.setattr("kvjax.cli.saved.context_about", lambda _: about)
+        return error(capsys, "ask", "somewhere", "why")
+
+    lacking = "somewhere was not written by kvjax read or kvjax chat: it lacks budget, doc"
+    assert lacking in said({"model": None})
+    for damaged in (
+        {"reading": {"read": 1}},
+        {"conversation": turns},
+        {"conversation": {**turns, "sampling": {"temperature": -1.0}}},
+    ):
+        assert "the description in somewhere is damaged: " in said(whole | damaged)
+    moved = f"the model of somewhere is no longer at {tmp_path / 'moved'}: --model says where"
+    assert moved in said({**whole, "model": str(tmp_path / "moved")})
+
+
+def test_a_form_that_keeps_all_is_named_only_where_all_is_in_reach(tinystories):
+    """A document beyond the model's 512 positions could not be kept as a whole."""
+    model, few = from_pretrained(tinystories), kvjax.KVzip(0.1)
+    assert Whole.instead_of_context(model, few, 100, 8).method == "quantize"
+    moving = kvjax.StreamingLLM(64, reposition=True)
+    assert Whole.instead_of_context(model, moving, 505, 8) is None
+
+
+def test_which_model_a_context_has(monkeypatch, tmp_path):
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert absolute_model("model") == str(tmp_path / "model")
+    assert absolute_model("owner/name") == "owner/name", "an id of the hub"
+    assert absolute_model(None) is None, "the bundled one"
+    for model in (str(tmp_path / "model"), "owner/name", None):
+        saved = Saved(model, None, "full", None, raw=True)
+        assert saved.model_name(None, "folder") == model
+        assert saved.model_name("another", "folder") == "another"
+
+
+def test_what_fits_into_the_room_of_a_conversation():
+    for positions, written in ((None, 4), (100, 4), (10, 2), (8, 0)):
+        room = Room(prompt=8, new=4, positions=positions)
+        assert room.after([5] * 8) == written
+        assert room.after([5] * 9) == 0
 
 
 @pytest.mark.exhaustive  # the commands of README.md do nearly the same
@@ -245,6 +306,9 @@ def test_pieces_give_one_context_however_often_it_is_stopped(
         if piece == 2:
             monkeypatch.setattr(kvjax, "save_context", save)
             assert main(["ask", str(out), "One day"]) == 0
+            assert "out holds the first 32 of" in capsys.readouterr().err
+            monkeypatch.setattr("sys.stdin", io.StringIO(""))
+            assert main(["chat", str(out)]) == 0
             assert "out holds the first 32 of" in capsys.readouterr().err
             monkeypatch.setattr(kvjax, "save_context", then_stop)
     again = kvjax.load_context(out, from_pretrained(tinystories))

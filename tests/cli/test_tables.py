@@ -13,7 +13,7 @@ import pytest
 
 from kvjax.cli.situations import SITUATIONS, methods_for
 from kvjax.cli.tables import Row, name_column, number_column, print_table
-from kvjax.cli.terminal import Display, print_figures, print_line
+from kvjax.cli.terminal import Display, print_figures, print_line, seconds
 from kvjax.registry import METHODS, STORAGE, WRAPPERS
 from tests.cli.commands import console, error, output
 
@@ -217,6 +217,10 @@ def test_figures(capsys, recall):
     assert "cache 123.5 MB of 1.2 GB (10.0%) with snapkv, budget 0.1 · 100.0 MB of it in" in text
     assert ("50% hits · 12.3 MB fetched per token" in text) == (recall is not None)
     assert text.endswith("cut by --max-new\n") and text.count("\n") == 1
+
+
+def test_durations():
+    assert [seconds(x) for x in (None, 12.345, 1.0, 0.0031)] == ["-", "12.35 s", "1.00 s", "3.1 ms"]
 
 
 def test_a_profile_is_made_in_shares():

@@ -161,6 +161,29 @@ def test_the_command(capsys):
     assert "64 x 80 GB (data 8, tensor 8)" in " ".join(shown.split()) and "snapkv" in shown
 
 
+def test_the_table_has_host_memory_and_the_forms_that_keep_all(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "config.json").write_text(json.dumps({
+        "model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64,
+        "num_hidden_layers": 1, "num_attention_heads": 1024, "num_key_value_heads": 1024,
+        "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
+        "max_position_embeddings": 512, "tie_word_embeddings": True,
+    }))  # fmt: skip
+    names = "kvzip", (offload := "chain(quest(dense_layers=()),offload)")
+    words = ["plan", "--model", str(tmp_path), "--tokens", "300", "--new", "100", "--bytes", "0.5"]
+    assert main([*words, "--method", ",".join(names)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("and in host" in line for line in lines)
+    rows = [line.split() for line in lines]
+    host = {name: float(next(row for row in rows if row[:1] == [name])[2]) for name in names}
+    token = 1024 * 2 * 128 * 2 / 1e9  # heads, keys and values, channels, bytes
+    assert host["kvzip"] == 0 and 300 * token <= host[offload] < 512 * token
+    small = kvjax.unparse(kvjax.smallest(0.5, head_dim=128))
+    assert any(line.strip().startswith(small) for line in lines)
+    said = " ".join(" ".join(lines).split())
+    assert "kvzip and its room take no fewer bytes than quantize, which keeps every token" in said
+
+
 @pytest.mark.slow
 def test_shares_of_bytes_become_compositions(capsys):
     """They take what they say, but for masses and pins, which what rests does not have."""
