@@ -17,11 +17,11 @@ from tests.support.marks import some_slow
 METHODS = tuple(
     name + "(dense_layers=())" * hasattr(kind, "dense_layers") for name, kind in ALL.items()
 )
-# One of each kind: evicting at a prompt's end and in steps, after a repetition, merging, selecting,
-# by layer with a book, and stored forms.
+# One of each kind: evicting at a prompt's end and in steps, merging, by layer with a book, a stored
+# form, and selecting from host memory.
 KINDS = (
-    "h2o", "snapkv", "kvzip", "chelsea", "clusterkv(dense_layers=())", "spindlekv",
-    "quantize(bits=4, key_axis='channel')", "chain(clusterkv(dense_layers=()), offload)",
+    "h2o", "chelsea", "spindlekv", "quantize(bits=4, key_axis='channel')",
+    "chain(clusterkv(dense_layers=()), offload)",
 )  # fmt: skip
 # Further options that draw, compare heads, or look at all of a row.
 OPTIONS = (
