@@ -67,11 +67,13 @@ def test_blocks_of_methods_run(page, own_folder):
 LONG = [
     DOCS / "guides" / f"{name}.md"
     for name in "devices evaluation getting-started questions recall stored-forms".split()
-]
+] + [DOCS / "index.md"]
 COMPOSING = DOCS / "guides" / "composing.md"
 
 
-@pytest.mark.parametrize("page", some_slow(GUIDES, COMPOSING, exhaustive=LONG), ids=name_of)
+@pytest.mark.parametrize(
+    "page", some_slow([*GUIDES, DOCS / "index.md"], COMPOSING, exhaustive=LONG), ids=name_of
+)
 def test_blocks_of_guides_run(page, own_folder):
     names = run(page)
     if page.stem == "getting-started":

@@ -48,6 +48,12 @@ def test_every_command_can_be_read():
         parser().parse_args(words)
 
 
+@pytest.mark.parametrize("options", OPTIONS.findall(TEXT))
+def test_methods_by_situation_suit_the_bundled_model(options, capsys):
+    folder = str(demo.directory())
+    assert main(["plan", "--model", folder, *shlex.split(options), "--tokens", "512"]) == 0
+
+
 @pytest.mark.slow
 def test_python_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
