@@ -38,7 +38,7 @@ A line is a turn, and so are several lines pasted at once. Lines that are not tu
   /quit         ends
 Ctrl-C ends an answer that is being written, and clears a line that has been begun.
 By default every token stays, in 8 bits. Of a long text in the first turn, --budget 0.19
---method 'by_head(chain(own_queries, quantize(bits=4, group=64)))' keeps a fifth."""
+--method 'by_head(chain(own_queries, quantize(bits=4)))' keeps a fifth."""
 EXAMPLES = """\
 examples:
   kvjax chat --model DIR
@@ -267,8 +267,9 @@ class Chat:
         context = self._context
         if context is None:
             return "the cache holds nothing yet"
+        rest = " at rest" if context.resting else ""  # its room is made for the first turn
         return (
-            f"{int(context.length[0]):,} tokens; the cache takes {decimal(context.nbytes)}, "
+            f"{int(context.length[0]):,} tokens; the cache takes {decimal(context.nbytes)}{rest}, "
             f"{context.nbytes / context.full_nbytes:.1%} of a full one; "
             f"{kept_and_room(context.occupancy, 'what was said')}; {self._room_left()}"
         )

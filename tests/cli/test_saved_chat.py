@@ -55,6 +55,12 @@ def book(capsys, tinystories, tmp_path):
     return run
 
 
+def test_what_a_document_takes_before_the_first_turn_is_said_to_be_at_rest(chat, book):
+    out, err = chat("/bytes", SAID[0], "/bytes", options=(book(),))
+    first, *_, last = [line for line in (err + out).splitlines() if "; the cache takes " in line]
+    assert " at rest, " in first and " at rest, " not in last
+
+
 def written(name: str) -> str | None:
     """The text of a case; None if it has none."""
     try:
