@@ -77,7 +77,13 @@ def test_a_scan_of_steps_gives_what_a_loop_with_flushes_gives(name):
             np.testing.assert_array_equal(part.kv.live.sum(-1), twin.kv.live.sum(-1))
 
 
-@pytest.mark.parametrize("tx", [CASES["every"], GROUPS], ids=["every", "head_groups"])
+@pytest.mark.parametrize(
+    "tx",
+    [
+        pytest.param(CASES["every"], id="every"),
+        pytest.param(GROUPS, id="head_groups", marks=pytest.mark.slow),
+    ],
+)
 def test_it_is_the_same_bit_for_bit_in_a_while_loop_and_a_further_turn(tx):
     """A prompt of some rows flushes the others, as `generate` does between two turns."""
     interval, lengths = interval_of(tx), np.array(LENGTHS)

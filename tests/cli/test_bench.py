@@ -130,6 +130,7 @@ def test_sizes_that_vary_have_columns():
         assert starts == len(headings) * [[f"{tokens:,}", f"{new:,}"] for tokens, new in sizes]
 
 
+@pytest.mark.slow
 def test_lists_of_tokens(capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     words = ["bench", "--shape", tmp_path, "--layers", 1, "--method", "snapkv", "--rounds", 1]

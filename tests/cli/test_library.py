@@ -119,6 +119,7 @@ def test_a_document_is_kept_and_answers_as_alone(
         assert by_itself["results"] == answers["results"]
 
 
+@pytest.mark.slow
 def test_programs_are_shared(capsys, read, compiled, tmp_path, files):
     """Documents that were padded to one length need no other program to answer."""
     read("--budget", "24", documents=files[:2])

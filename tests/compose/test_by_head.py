@@ -222,6 +222,7 @@ def test_stored_in_eight_bits_it_keeps_the_same_tokens():
     assert eight.nbytes < 0.7 * plain.nbytes
 
 
+@pytest.mark.slow
 def test_clusters_of_what_is_kept_answer_as_all_of_it_does():
     """A selection with room for all clusters attends to every slot that KVzip has left."""
     clusters = ClusterKV(72, tokens_per_cluster=4, sinks=2, dense_layers=())

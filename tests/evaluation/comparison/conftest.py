@@ -48,8 +48,8 @@ def command(folder, text, tmp_path):
 
     def run(*flags: str, **changes) -> int:
         options = {
-            "model": folder, "text": text, "methods": "h2o,streaming_llm(budget=64)",
-            "budgets": "0.25,0.5", "lengths": "192,256", "depths": "0,1",
+            "model": folder, "text": text, "method": "h2o,streaming_llm(budget=64)",
+            "budget": "0.25,0.5", "lengths": "192,256", "depths": "0,1",
             "tasks": "needle,perplexity,attention", "question": "inside", "cases": 4,
             "out": tmp_path / "out", **changes,
         }  # fmt: skip

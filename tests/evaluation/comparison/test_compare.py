@@ -42,7 +42,7 @@ def test_live_slots_are_a_mean_over_lists():
 def test_a_whole_run(command, tmp_path, capsys):
     """Nothing is replaced: files, figures that are known, and the same bytes again."""
     out = tmp_path / "out"
-    options = {"methods": "h2o", "lengths": 192, "budgets": 0.25, "cases": 2}
+    options = {"method": "h2o", "lengths": 192, "budget": 0.25, "cases": 2}
     options["question"] = "inside,after"
     assert command(**options) == 0
     assert "h2o" in capsys.readouterr().out

@@ -135,7 +135,7 @@ def test_a_comparison_grows(command, measured, tmp_path, capsys):
     assert command() == 0
     everything = set(measured)
     changes = [
-        {"methods": "h2o,snapkv(window=8)"}, {"budgets": "0.25,0.75"}, {"lengths": "320"},
+        {"method": "h2o,snapkv(window=8)"}, {"budget": "0.25,0.75"}, {"lengths": "320"},
         {"tasks": "chain", "lengths": "320"}, {"question": "after"}, {"cases": 12}, {"cases": 13},
     ]  # fmt: skip
     for change in changes:

@@ -16,7 +16,7 @@ from kvjax.evaluation import compare, read_results
 from kvjax.models import from_pretrained, load_tokenizer
 from tests.support.small_comparisons import TEXT
 
-SMALL = {"budgets": "0.5", "lengths": "192", "tasks": "needle"}
+SMALL = {"budget": "0.5", "lengths": "192", "tasks": "needle"}
 MINE = """
 import dataclasses, kvjax
 
@@ -53,17 +53,17 @@ def test_a_profile_with_another_content(run, folder, tmp_path):
         )
 
     save(0.5)
-    assert run(methods=f"h2o,{method}") == (["full", "h2o", method], [])
-    assert run(methods=f"h2o,{method}") == ([], [])
+    assert run(method=f"h2o,{method}") == (["full", "h2o", method], [])
+    assert run(method=f"h2o,{method}") == ([], [])
     save(0.25)
-    again, (line,) = run(methods=f"h2o,{method}")
+    again, (line,) = run(method=f"h2o,{method}")
     assert again == [method]
     assert line == f"measured again: {method} 0.5 ({heads} has changed)"
-    assert run(methods=f"h2o,{method}") == ([], [])
+    assert run(method=f"h2o,{method}") == ([], [])
 
 
 def test_a_profile_that_is_not_there_is_refused_first(command, measured, capsys, tmp_path):
-    assert command(**SMALL, methods="by_head(kvzip, profile='nowhere')") == 2
+    assert command(**SMALL, method="by_head(kvzip, profile='nowhere')") == 2
     assert "there is no HeadProfile at nowhere" in capsys.readouterr().err
     assert not measured and not (tmp_path / "out").exists()
 
@@ -75,7 +75,7 @@ def test_a_method_of_ones_own_with_another_source(run, tmp_path):
         path.write_text(MINE.format(body=body))
         sys.modules.pop(str(path), None)
         with mock.patch.dict(registry.METHODS):
-            return run("--import", str(path), methods="h2o,mine")
+            return run("--import", str(path), method="h2o,mine")
 
     with mock.patch.object(sys, "dont_write_bytecode", True):
         assert imported("") == (["full", "h2o", "mine"], [])
@@ -88,16 +88,16 @@ def test_a_method_of_ones_own_with_another_source(run, tmp_path):
 def test_another_version_of_kvjax(run, monkeypatch, tmp_path):
     """Methods that are not asked for stay, and a note says that versions differ."""
     first = kvjax.__version__
-    run(methods="h2o,snapkv")
+    run(method="h2o,snapkv")
     monkeypatch.setattr(origins, "VERSION", "99.0")
-    again, (line,) = run(methods="h2o")
+    again, (line,) = run(method="h2o")
     assert again == ["full", "h2o"]
     assert line == f"measured again: full, h2o 0.5 (measured by kvjax {first}, and this is 99.0)"
     results = read_results(tmp_path / "out")
     assert results.versions() == {"99.0": ["full", "h2o 0.5"], first: ["snapkv 0.5"]}
     note = f"Measured by several versions of kvjax: 99.0 (full, h2o 0.5); {first} (snapkv 0.5)."
     assert note in (tmp_path / "out" / "report.html").read_text()
-    assert run(methods="h2o,snapkv")[0] == ["snapkv"]
+    assert run(method="h2o,snapkv")[0] == ["snapkv"]
     assert read_results(tmp_path / "out").versions() == {"99.0": ["full", "h2o 0.5", "snapkv 0.5"]}
 
 

@@ -24,13 +24,13 @@ def refused(capsys, tmp_path, code: int) -> str:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"methods": "nope"}, "unknown method 'nope'"),
-        ({"budgets": "20%"}, "numbers between commas, got '20%'"),
-        ({"budgets": "8", "methods": "snapkv"}, "budget must be at least 17"),
+        ({"method": "nope"}, "unknown method 'nope'"),
+        ({"budget": "20%"}, "numbers between commas, got '20%'"),
+        ({"budget": "8", "method": "snapkv"}, "budget must be at least 17"),
         ({"tasks": "gsm8k"}, "gsm8k needs data"),
         ({"lengths": "10"}, "a prompt of 10 tokens is too short: what is hidden in it and the"),
-        ({"methods": "(" * 20_000}, "must have at most 10000 characters"),
-        ({"budgets": "99999999999999999999"}, "budget must be at most 2147483647, got 9999"),
+        ({"method": "(" * 20_000}, "must have at most 10000 characters"),
+        ({"budget": "99999999999999999999"}, "budget must be at most 2147483647, got 9999"),
         ({"depths": "1000000000"}, "at least 2 and at most 1000, or depths such as 0,0.5,1, got"),
         ({"depths": ",".join(["0.5"] * 1001)}, "1000 depths at most, got 1001"),
         ({"seed": "9" * 5_000}, "must be an integer from 0 to 2**32 - 1"),
@@ -106,7 +106,7 @@ def test_a_folder_with_other_prompts(command, measured, capsys, tmp_path):
     assert command(lengths=320) == 0
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     capsys.readouterr()
-    assert command(lengths=320, tasks="chain,attention", methods="h2o,snapkv(window=8)") == 2
+    assert command(lengths=320, tasks="chain,attention", method="h2o,snapkv(window=8)") == 2
     said = one_line(capsys)
     assert "other prompts (attention · 320 tokens · cases 1-4): choose another folder" in said
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
