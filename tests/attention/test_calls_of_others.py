@@ -20,7 +20,7 @@ def shapes_before_tokens(*arrays):
     return [x.swapaxes(1, 2) for x in arrays]
 
 
-@pytest.mark.parametrize("name", ["snapkv", "head_groups"])
+@pytest.mark.parametrize("name", ["snapkv", pytest.param("head_groups", marks=pytest.mark.slow)])
 def test_tokens_before_heads(name):
     cache, run = new_cache(CASES[name]), standard(name)
     for phase, where in (

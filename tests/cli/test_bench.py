@@ -24,6 +24,7 @@ RECORD = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_json_of_a_shape(capsys, tinystories):
     words = ["bench", "--shape", tinystories, "--layers", 1, "--method", "snapkv,full", *SMALL]
     record = json.loads(output(capsys, *words, "--budget", 64, "--json"))

@@ -124,9 +124,8 @@ def test_answers_have_room_too(chat):
     assert "and 0 of answers; /reset begins" in err
 
 
-@pytest.mark.parametrize(
-    "method", ["h2o", pytest.param("every(snapkv(window=2), steps=4)", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["h2o", "every(snapkv(window=2), steps=4)"])
 def test_a_share_is_one_of_what_the_conversation_has_room_for(chat, method):
     """A fifth of 256 tokens is 51, of which three turns need fewer."""
     said = "Once upon a time", " Then Lily", " The end"

@@ -130,6 +130,7 @@ def test_programs_are_shared(capsys, read, compiled, tmp_path, files):
     assert not compiled
 
 
+@pytest.mark.slow
 def test_what_is_there_stays(capsys, read, calls, files, tmp_path, tinystories):
     """By the same command and of the same tokens; what is new, or was changed, is read."""
     kinds = []

@@ -184,6 +184,7 @@ def read(tx, prompts=RAGGED, **options):
 KVZIP = KVzip(0.25, room=32)
 
 
+@pytest.mark.slow
 def test_kvzip_keeps_the_best_of_each_head():
     """A head keeps as many of the highest scores as its share of the row says, and the sinks."""
     context, each = read(ByHead(KVZIP, SMALL)), shares(SMALL.table, 0.25)
@@ -268,6 +269,7 @@ def test_in_per_layer_it_is_for_the_layers_that_choose_it():
 # --- contexts -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_rows_of_a_context_are_repeated_and_taken():
     tx, question = ByHead(KVZIP, SMALL), [5, 6, 7]
     one = read(tx, RAGGED[:1])

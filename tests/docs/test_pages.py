@@ -127,6 +127,7 @@ def test_every_public_name_is_documented_on_a_page():
             assert any(thing is other for other in documented), f"no page has {module}.{name}"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("material", "mkdocstrings")),
     reason="the pages need pip install '.[docs]'",

@@ -91,6 +91,7 @@ def test_the_gate_learns_a_ridge_regression_of_kvzips_scores(names):
         np.testing.assert_allclose(weights[layer, head], expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_gate_is_saved_in_a_composition_and_found_by_its_path(names, tmp_path, monkeypatch):
     """Under `by_head`, which learns from what the gate scores, and beside another that learns."""
     monkeypatch.setenv("KVJAX_CACHE", "off")

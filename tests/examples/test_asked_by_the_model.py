@@ -57,6 +57,7 @@ def test_it_keeps_what_questions_of_the_model_look_at(asked):
                 np.testing.assert_array_equal(slots["position"], kept)
 
 
+@pytest.mark.slow
 def test_check_finds_nothing(asked):
     kvjax.testing.check(asked.Asked(0.5, sinks=1))
 

@@ -134,6 +134,7 @@ def test_rows_that_are_read_in_groups(monkeypatch):
         same(one, other, "8 bits")
 
 
+@pytest.mark.slow
 def test_what_is_stored_stays_bit_for_bit():
     """In rows with a question and in rows without, whatever reads with them."""
     context = kvjax.read(model(), RAGGED, transform=METHODS["kvzip in 8 bits"], **SIZES)

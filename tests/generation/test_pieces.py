@@ -79,9 +79,7 @@ REFERENCES = METHODS | {
 LIKE_OTHERS = {"full", "h2o, a share", "per_layer", "by rank in one group"}
 
 
-@pytest.mark.parametrize(
-    "name", some_slow(REFERENCES, "by_head", "pyramidkv", exhaustive=LIKE_OTHERS)
-)
+@pytest.mark.parametrize("name", some_slow(REFERENCES, "pyramidkv", exhaustive=LIKE_OTHERS))
 def test_pieces_equal_the_reference(name):
     """In a whole model, behind every piece, and after an answer: each head has a reference."""
     transform, reference = REFERENCES[name]

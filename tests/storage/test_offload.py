@@ -97,13 +97,11 @@ FORMS = {
 }  # fmt: skip
 
 
-# Each store is fetched by itself in the first one, and all that is selected in the second one.
-FAST_FORMS = "keys of 8 bits, query heads", "2 bits, nothing resident"
 # Forms and cases whose parts are in others run before a release.
 LONG = {"8 bits", "everything", "every step", "bfloat16"}
 
 
-@pytest.mark.parametrize("name", some_slow(FORMS, *FAST_FORMS, exhaustive=LONG))
+@pytest.mark.parametrize("name", some_slow(FORMS, "keys of 8 bits, query heads", exhaustive=LONG))
 def test_encoded_rows_cross_and_are_those_without_offload(name):
     """Rows are stored the same bit for bit, also after a further turn."""
     form, case = FORMS[name]

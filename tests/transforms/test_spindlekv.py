@@ -201,6 +201,7 @@ def test_overflow_is_a_share_of_the_vectors():
     )
 
 
+@pytest.mark.slow
 def test_vectors_that_are_gone_are_no_more_than_all_that_is_kept():
     tx = kvjax.chain(kvjax.StreamingLLM(8, sinks=1), kvjax.Codebook(capacity=2))
     cache = kvjax.init_cache(
