@@ -185,7 +185,9 @@ class ForgetsPins(kvjax.KVTransform):
 
 
 class EqualsNothing(Newest):
-    __eq__ = object.__eq__
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
     __hash__ = object.__hash__
 
 

@@ -108,7 +108,8 @@ UNDER = {
 # Cases that take long, and run before a release.
 LONG = {
     *((kind, "x64") for kind in ("evicts in steps", "merges", "shares", "places")),
-    *((kind, "NaNs") for kind in ("evicts in steps", "merges", "draws", "places")),
+    *((kind, "NaNs") for kind in ("evicts in steps", "merges", "draws", "places", "encodes")),
+    ("recalls", "x64"),
     ("merges", "rbg"), ("places", "transfers"), ("places", "no jit"), ("shares", "no jit"),
     ("recalls", "no jit"), ("evicts", "no jit"),
     ("encodes", "checks"), ("evicts", "precision"), ("merges", "precision"),

@@ -22,7 +22,7 @@ def check(*args: str) -> None:
 @pytest.mark.parametrize(
     ("ways", "methods"),
     [
-        pytest.param("traced", TRACED, id="kinds", marks=pytest.mark.slow),
+        pytest.param("traced", TRACED, id="kinds", marks=pytest.mark.exhaustive),
         pytest.param("traced", OTHERS, id="others", marks=pytest.mark.exhaustive),
         pytest.param("whole", TRACED[:1], id="all ways", marks=pytest.mark.exhaustive),
     ],

@@ -136,7 +136,7 @@ def test_two_processes_equal_one(method):
 @pytest.mark.parametrize(
     "methods",
     [
-        pytest.param(("kvcrush(snapkv)",), id="evicts", marks=pytest.mark.slow),
+        pytest.param(("kvcrush(snapkv)",), id="evicts", marks=pytest.mark.exhaustive),
         pytest.param(
             ("quantize(bits=4, key_axis='channel')", "chain(clusterkv(dense_layers=()), offload)"),
             id="others", marks=pytest.mark.exhaustive,

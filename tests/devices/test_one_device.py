@@ -111,6 +111,7 @@ def test_arrays_go_to_a_mesh_and_back():
     assert isinstance(devices.put(key, AUTOMATIC).sharding, NamedSharding)
     np.testing.assert_array_equal(numbers(devices.put(key, AUTOMATIC)), numbers(key))
     np.testing.assert_array_equal(numbers(_key(5, AUTOMATIC)), numbers(_key(5, None)))
+    there = devices.put(x, AUTOMATIC, "data")
     assert devices.mesh_of({"weights": there}) is None, "a mesh of one device counts as none"
 
 

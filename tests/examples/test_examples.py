@@ -94,7 +94,7 @@ assert kernel.addressable_shards[0].data.shape == (64, 32), kernel.sharding
 @pytest.mark.parametrize(
     "examples",
     [
-        pytest.param(("linen_decoder",), id="linen", marks=pytest.mark.slow),
+        pytest.param(("linen_decoder",), id="linen", marks=pytest.mark.exhaustive),
         pytest.param(
             ("nnx_decoder", "foreign_attention"), id="others", marks=pytest.mark.exhaustive
         ),

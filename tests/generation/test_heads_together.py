@@ -117,7 +117,7 @@ def test_further_documents_are_those_of_groups_alone(name, monkeypatch):
         same(one, other, KINDS.get(name, "accumulated"))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_rows_that_are_read_in_groups(monkeypatch):
     monkeypatch.setattr(groups, "_TOKENS_PER_SHAPE", 0)
     turns, read_in = [[None, [5], [7] * 20]], []

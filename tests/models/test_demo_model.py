@@ -7,7 +7,6 @@ import pytest
 import kvjax
 from kvjax.evaluation import Haystack, is_right
 from kvjax.models import demo, from_pretrained, load_tokenizer, read_config
-from tests.support.marks import some_slow
 
 MEGABYTES = 2**20
 pytestmark = pytest.mark.usefixtures("optimised")
@@ -71,15 +70,13 @@ def test_answers_the_bundled_question_only_if_it_sees_the_needle(model, tokenize
     assert not is_right(reply(without, kvjax.Full()), answer)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("task", "length", "cases", "least"),
-    some_slow(
-        [
-            ("multi_needle", 1024, 20, 0.95), ("needle", 2048, 40, 0.97),
-            ("multi_needle", 2048, 80, 0.95),
-        ],
-        exhaustive=[("multi_needle", 1024, 20, 0.95), ("multi_needle", 2048, 80, 0.95)],
-    ),
+    [
+        ("multi_needle", 1024, 20, 0.95), ("needle", 2048, 40, 0.97),
+        ("multi_needle", 2048, 80, 0.95),
+    ],
 )  # fmt: skip
 def test_retrieves_what_it_never_saw(model, tokenizer, haystack, task, length, cases, least):
     assert accuracy(model, tokenizer, haystack, task, length, cases) >= least

@@ -57,7 +57,12 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", some_slow(CASES, "default", "window", "share", "soft cap"))
+FAST = "default", "window", "share", "soft cap"
+# Cases whose parts are in others run before a release.
+LIKE_OTHERS = {"many sinks, one head", "all query heads", "share with window"}
+
+
+@pytest.mark.parametrize("name", some_slow(CASES, *FAST, exhaustive=LIKE_OTHERS))
 def test_documents_questions_and_answers(name):
     both = Documents(**CASES[name]).document((37, 9, 52))
     both.question((6, 3, 0), width=8).decode(4)
