@@ -98,6 +98,11 @@ def in_percent(mean: float, low: float, high: float) -> str:
     return f"{100 * mean:.0f} ({math.floor(100 * low)} to {math.ceil(100 * high)})"
 
 
+def prose_recovered(prose: dict[str, float]) -> str:
+    """Recovered prose in per cent, with its interval."""
+    return f"{prose['mean']:.0f} ({prose['low']:.0f} to {prose['high']:.0f})"
+
+
 def nats(row: Row) -> str:
     """A loss: of the full cache as it is, of others as the difference."""
     if row.method == "full":
@@ -316,7 +321,7 @@ def situations(results: Sequence[Results]) -> str:
             if row := kept.get(kvjax.unparse(kvjax.parse(method, budget))):
                 single, recovery = row["single"], row["recovery"]
                 after = after or in_percent(single["mean"], single["low"], single["high"])
-                prose = f"{recovery['mean']:.0f} ({recovery['low']:.0f} to {recovery['high']:.0f})"
+                prose = prose_recovered(recovery)
                 size = f"{100 * row['bytes']:.0f}"
             lines.append([heading, f"`{example}`", inside, after, prose, size])
             heading = ""
@@ -458,12 +463,10 @@ def kept_answers(rows: Sequence[dict[str, Any]]) -> str:
 
     def line(row: dict[str, Any]) -> list[str]:
         prose = row.get("recovery")
-        recovered = ""
-        if prose is not None:
-            recovered = f"{prose['mean']:.0f} ({prose['low']:.0f} to {prose['high']:.0f})"
         return [
             f"`{row['method']}`", f"{100 * row['bytes']:.1f}" if "bytes" in row else "",
-            recovered, needles(row, "single"), needles(row, "several"),
+            prose_recovered(prose) if prose else "",
+            needles(row, "single"), needles(row, "several"),
         ]  # fmt: skip
 
     by_bytes = sorted(rows, key=lambda row: -row.get("bytes", row["method"] == "full"))
@@ -479,7 +482,7 @@ def recall_answers(rows: Sequence[dict[str, Any]]) -> str:
         share = budget.search(row["method"])
         prose, found = row["recovery"], row["several"]
         needles = in_percent(found["mean"], found["low"], found["high"])
-        cell = f"{prose['mean']:.0f} ({prose['low']:.0f} to {prose['high']:.0f}) / {needles}"
+        cell = f"{prose_recovered(prose)} / {needles}"
         name = budget.sub("", row["method"]).replace("()", "")
         by_method.setdefault(name, {})[share[1] if share else "1.0"] = cell
     shares = sorted({share for cells in by_method.values() for share in cells}, key=float)

@@ -35,7 +35,7 @@ import jax, jaxlib
 from packaging.version import Version
 for package in jax, jaxlib:
     if not Version(package.__version__).is_prerelease:
-        raise SystemExit(f"{package.__name__} {package.__version__} is no nightly build")'
+        raise SystemExit(f"{package.__name__} {package.__version__} is not a nightly build")'
 }
 
 for version in ${PYTHONS:-3.11 3.12 3.13}; do

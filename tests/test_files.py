@@ -176,7 +176,7 @@ def test_where_things_are_kept_between_processes(tmp_path, monkeypatch):
 
 
 def test_the_least_recently_used_make_room(tmp_path):
-    """Of files and of folders, whose last use is that of any file in them; empty ones stay."""
+    """A folder was last used when any file in it was; empty folders stay."""
     hours = {"new": 0, "used/old": 5, "used/new": 1, "older": 2, "folder/a": 3, "folder/b": 4}
     for name, hour in {**hours, "oldest": 6}.items():
         place = tmp_path / name

@@ -236,9 +236,7 @@ def prompt_attention_and_sums(
     chosen, q = choose_implementation(implementation, k, v), queries.q
     _check(queries, k, v, seen)
     if chosen == "xla":
-        by_head = jnp.full(q.shape[1:3], -jnp.inf) if sinks is None else sinks
-        by_query = by_head.astype(jnp.float32).reshape(1, *q.shape[1:3], 1)
-        elsewhere = jnp.broadcast_to(by_query, q.shape[:-1])
+        elsewhere, _ = join_sinks(sinks, jnp.full(q.shape[:-1], -jnp.inf, jnp.float32), None)
         return attention_and_columns_by_blocks(queries, k, v, seen, elsewhere, mask, add=add_shares)
     out, lse = prompt_attention(queries, k, v, seen, mask, implementation=chosen)
     lse, out = join_sinks(sinks, lse, out)

@@ -63,7 +63,7 @@ def test_the_table_recommends(capsys, tinystories, file):
 
 
 def test_what_is_said_and_drawn(capsys, monkeypatch, tinystories, file, tmp_path):
-    """Of a diagnosis of which all is known: two layers of two heads."""
+    """Prints a diagnosis that is known throughout: two layers of two heads."""
 
     def finding(candidate, error, cache_bytes, overflow):
         fidelity = Fidelity(*(np.full(shape, error) for shape in ((2, 1, 2), (2, 1), (2, 1, 2))))

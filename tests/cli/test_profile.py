@@ -50,7 +50,7 @@ def test_the_file_has_what_is_printed(capsys, text, model, tinystories, tmp_path
 
 
 def test_what_commands_learn_from_a_model(capsys, model, tinystories, tmp_path, monkeypatch):
-    """What depends on the model alone is made once and told; the rest comes of the prompt."""
+    """A profile depends on the model alone, is made once and told; the rest is from the prompt."""
     tokenizer, prompt = load_tokenizer(tinystories), list(range(5, 70))
     by_head, infinigen = kvjax.ByHead(kvjax.SnapKV(0.5)), kvjax.InfiniGen(16)
 

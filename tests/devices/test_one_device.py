@@ -116,7 +116,7 @@ def test_arrays_go_to_a_mesh_and_back():
 
 
 def test_heads_of_several_devices():
-    """As on a mesh whose axis of heads has three devices with two heads each."""
+    """Heads are counted as on a mesh of three devices with two heads each."""
     whole = np.arange(12).reshape(2, 6)  # [B, H]
     parts = whole.reshape(2, 3, 2).swapaxes(0, 1)  # [devices, B, heads of a device]
 

@@ -55,7 +55,7 @@ def test_the_smallest_cache_under_an_error(error, best):
 
 
 def test_no_smaller_cache_holds():
-    """What is as large as the full cache is not recommended, however good."""
+    """A method whose cache is as large as the full one is not recommended, however good."""
     assert of(*TABLE).smallest(0.05) is None
     assert of(*TABLE).as_json(0.05)["recommended"] is None
     assert of(finding("quest", 0.2, 0.01, 1000)).smallest(0.5) is None
